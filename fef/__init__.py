@@ -1,0 +1,1 @@
+"""fef, the fluidic-expert-fabric: Mixture-of-Experts Transformers over one pooled, globally addressed memory."""
