@@ -9,28 +9,67 @@ change when a run is resumed:
 - run:   how the same training is carried out (steps, logging, checkpoints, mesh, dispatcher); may change, is recorded.
 
 Routing schemes and dispatchers declare their own options in their own file; they appear here as
-`config.routing.<scheme>.<option>` and `config.dispatch.<dispatcher>.<option>`.
+`config.routing.<scheme>.<option>` and `config.dispatch.<dispatcher>.<option>`. Only the options of the chosen scheme
+and dispatcher are in force: the others are neither recorded nor compared, so adding a scheme changes no old run.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
+import operator
+import os
+import typing
+from collections.abc import Iterator
 from typing import Any
 
 import fef.dispatch
 import fef.routing
-from fef.registry import nearest, scan
+from fef.registry import Registry, nearest, scan
 
 SCOPES = ("model", "data", "run")
 
+# The types a knob may have, and how an error names them. Text has no None: '' stands for nothing.
+TYPES: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a finite number",
+    str: "text",
+    tuple[int, ...]: "a tuple of integers",
+    int | None: "an integer or None",
+    float | None: "a finite number or None",
+}
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+GONE = "(no such field any more)"
 
-def knob(default: Any, scope: str, doc: str) -> Any:
-    """A configuration field: its default, its scope, and a line with meaning, unit and range."""
+
+def knob(
+    default: Any,
+    scope: str,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """A configuration field: its default, its scope, a line with meaning and unit, and the values it may take.
+
+    `choices` lists the allowed words; `ge`, `gt`, `le` and `lt` bound a number (>=, >, <=, <).
+    """
     assert scope in SCOPES, scope
-    return dataclasses.field(default=default, metadata={"scope": scope, "doc": doc})
+    bounds = {sign: bound for sign, bound in zip(_COMPARE, (ge, gt, le, lt), strict=True) if bound is not None}
+    metadata = {"scope": scope, "doc": doc, "choices": choices, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """A mistake in what the user gave: programs print its one line and exit with status 2, without a traceback."""
+
+
+class ConfigError(UserError):
     """A value that cannot work. The message names the key, the value and the remedy."""
 
     def __init__(self, key: str, value: Any, remedy: str):
@@ -40,9 +79,11 @@ class ConfigError(ValueError):
 class Section:
     """Base of the configuration dataclasses: unknown names are refused at once, and everything after freezing."""
 
+    __dataclass_fields__: dict[str, dataclasses.Field]
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dataclass_fields__:  # type: ignore[attr-defined]
-            raise AttributeError(f"no field {name!r}{nearest(name, list(self.__dataclass_fields__))}")  # type: ignore[attr-defined]
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(f"no field {name!r}{nearest(name, list(self.__dataclass_fields__))}")
         if self.__dict__.get("_is_frozen"):
             raise dataclasses.FrozenInstanceError(f"config is frozen after validation; cannot set {name!r}")
         object.__setattr__(self, name, value)
@@ -50,90 +91,106 @@ class Section:
 
 @dataclasses.dataclass
 class ModelConfig(Section):
-    vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes")
-    d_model: int = knob(128, "model", "D, width of the residual stream; a multiple of num_heads unless head_dim is set")
-    num_layers: int = knob(4, "model", "number of decoder layers, >= 1")
-    num_heads: int = knob(4, "model", "query heads, >= 1")
-    num_kv_heads: int = knob(2, "model", "key/value heads; divides num_heads")
-    head_dim: int | None = knob(None, "model", "width of a head, even; None means d_model / num_heads")
-    d_ff: int = knob(256, "model", "hidden width of a dense SwiGLU FFN (layers without experts)")
-    rope_theta: float = knob(10000.0, "model", "base of the rotary position frequencies, > 1")
-    norm_eps: float = knob(1e-6, "model", "epsilon inside the RMSNorm root, > 0")
-    init_scale: float = knob(1.0, "model", "factor on the truncated-normal 1/sqrt(fan_in) initialisation, > 0")
+    vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes", ge=256)
+    d_model: int = knob(128, "model", "D, width of the residual stream; without head_dim a multiple of num_heads", ge=1)
+    num_layers: int = knob(4, "model", "number of decoder layers", ge=1)
+    num_heads: int = knob(4, "model", "query heads", ge=1)
+    num_kv_heads: int = knob(2, "model", "key/value heads; divides num_heads", ge=1)
+    head_dim: int | None = knob(None, "model", "width of a head, even; None means d_model / num_heads", ge=2)
+    d_ff: int = knob(256, "model", "hidden width of a dense SwiGLU FFN (layers without experts)", ge=1)
+    rope_theta: float = knob(10000.0, "model", "base of the rotary position frequencies", gt=1)
+    norm_eps: float = knob(1e-6, "model", "epsilon inside the RMSNorm root", gt=0)
+    init_scale: float = knob(1.0, "model", "factor on the truncated-normal 1/sqrt(fan_in) initialisation", gt=0)
     tie_embeddings: bool = knob(True, "model", "use the embedding as output projection")
-    dtype: str = knob("float32", "model", "compute type, float32 or bfloat16; parameters, router and sums are float32")
+    dtype: str = knob(
+        "float32",
+        "model",
+        "compute type; parameters, router and sums are float32",
+        choices=("float32", "bfloat16"),
+    )
     scan_layers: bool = knob(False, "model", "stack equal layers and scan over them: smaller program, same function")
-    remat: str = knob("none", "run", "recompute in the backward pass: none, dots (keep matmul results) or full")
+    remat: str = knob(
+        "none",
+        "run",
+        "what to recompute in the backward pass; dots keeps matmul results",
+        choices=("none", "dots", "full"),
+    )
 
 
 @dataclasses.dataclass
 class MoeConfig(Section):
-    every: int = knob(1, "model", "experts in every n-th layer; 0 makes a dense model")
-    leading_dense: int = knob(0, "model", "layers at the start that stay dense, 0 <= n <= num_layers")
-    num_experts: int = knob(8, "model", "E, experts per MoE layer, >= 1")
-    num_choices: int = knob(2, "model", "K, experts per token, 1 <= K <= E")
-    d_expert: int = knob(256, "model", "F, hidden width of one expert's SwiGLU")
-    num_shared: int = knob(0, "model", "shared experts every token visits; one FFN of width num_shared * d_expert")
+    every: int = knob(1, "model", "experts in every n-th layer; 0 makes a dense model", ge=0)
+    leading_dense: int = knob(0, "model", "layers at the start that stay dense, at most num_layers", ge=0)
+    num_experts: int = knob(8, "model", "E, experts per MoE layer", ge=1)
+    num_choices: int = knob(2, "model", "K, experts per token, at most E", ge=1)
+    d_expert: int = knob(256, "model", "F, hidden width of one expert's SwiGLU", ge=1)
+    num_shared: int = knob(
+        0, "model", "shared experts every token visits; one FFN of width num_shared * d_expert", ge=0
+    )
     router: str = knob("top_k", "model", "routing scheme, a registered name (--list_routers)")
     dispatcher: str = knob("pooled", "run", "how tokens meet experts, a registered name (--list_dispatchers)")
 
 
 @dataclasses.dataclass
 class MeshConfig(Section):
-    devices: int = knob(4, "run", "number of devices over all hosts, >= 1")
-    data: int = knob(1, "run", "size of the data axis; the expert axis has R = devices / data members")
+    devices: int = knob(4, "run", "number of devices over all hosts", ge=1)
+    data: int = knob(1, "run", "size of the data axis; the expert axis has R = devices / data members", ge=1)
 
 
 @dataclasses.dataclass
 class PoolConfig(Section):
-    transport: str = knob("auto", "run", "auto or local (one process); FEF_TRANSPORT overrides it")
-    slots: int = knob(3, "run", "places per block for versions that are alive at the same time, >= 2")
-    stages: int = knob(2, "run", "layers whose gradient blocks may be on their way at the same time, >= 2")
-    deadline_s: float = knob(120.0, "run", "longest wait of a pool operation before it raises, seconds, > 0")
-    update: str = knob("step_end", "run", "when new weights are published: step_end")
+    transport: str = knob(
+        "auto", "run", "how blocks travel; local is one process; FEF_TRANSPORT overrides it", choices=("auto", "local")
+    )
+    slots: int = knob(3, "run", "places per block; one version is read while the next is written", ge=2)
+    stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
+    deadline_s: float = knob(120.0, "run", "longest wait of a pool operation before it raises, seconds", gt=0)
+    update: str = knob("step_end", "run", "when new weights are published", choices=("step_end",))
 
 
 @dataclasses.dataclass
 class DataConfig(Section):
     path: str = knob("", "data", "file or folder (.txt .md .py .jsonl, also .gz); empty means the embedded corpus")
     text_key: str = knob("text", "data", "key of the text in .jsonl lines")
-    seq_len: int = knob(128, "data", "S, tokens per sequence, >= 1")
-    batch_size: int = knob(16, "data", "sequences per optimizer step; a multiple of devices * microbatches")
-    heldout_fraction: float = knob(0.05, "data", "share of the documents kept for evaluation, 0 <= f < 1")
-    seed: int = knob(0, "data", "seed of the split and the shuffle")
+    seq_len: int = knob(128, "data", "S, tokens per sequence", ge=1)
+    batch_size: int = knob(16, "data", "sequences per optimizer step; a multiple of devices * microbatches", ge=1)
+    heldout_fraction: float = knob(0.05, "data", "share of the documents kept for evaluation", ge=0, lt=1)
+    seed: int = knob(0, "data", "seed of the split and the shuffle", ge=0, lt=2**32)
 
 
 @dataclasses.dataclass
 class OptimConfig(Section):
-    name: str = knob("adamw", "model", "adamw or sgd")
-    learning_rate: float = knob(3e-3, "model", "peak learning rate, > 0")
-    warmup_steps: int = knob(20, "model", "steps of linear warm-up, >= 0")
-    decay_steps: int | None = knob(None, "model", "step at which the cosine reaches its floor; None means train.steps")
-    final_fraction: float = knob(0.1, "model", "floor of the cosine as a share of the peak, 0 <= f <= 1")
-    b1: float = knob(0.9, "model", "adamw: decay of the first moment, 0 <= b1 < 1")
-    b2: float = knob(0.95, "model", "adamw: decay of the second moment, 0 <= b2 < 1")
-    eps: float = knob(1e-8, "model", "adamw: epsilon, > 0")
-    momentum: float = knob(0.9, "model", "sgd: momentum, 0 <= m < 1")
-    weight_decay: float = knob(0.1, "model", "decoupled decay of matrices, >= 0")
-    clip_norm: float | None = knob(1.0, "model", "clip the global gradient norm to this, > 0; None means no clipping")
+    name: str = knob("adamw", "model", "optimizer", choices=("adamw", "sgd"))
+    learning_rate: float = knob(3e-3, "model", "peak learning rate", gt=0)
+    warmup_steps: int = knob(20, "model", "steps of linear warm-up", ge=0)
+    decay_steps: int | None = knob(
+        None, "model", "step at which the cosine reaches its floor; None means train.steps", ge=1
+    )
+    final_fraction: float = knob(0.1, "model", "floor of the cosine as a share of the peak", ge=0, le=1)
+    b1: float = knob(0.9, "model", "adamw: decay of the first moment", ge=0, lt=1)
+    b2: float = knob(0.95, "model", "adamw: decay of the second moment", ge=0, lt=1)
+    eps: float = knob(1e-8, "model", "adamw: epsilon", gt=0)
+    momentum: float = knob(0.9, "model", "sgd: momentum", ge=0, lt=1)
+    weight_decay: float = knob(0.1, "model", "decoupled decay of matrices", ge=0)
+    clip_norm: float | None = knob(1.0, "model", "clip the global gradient norm to this; None means no clipping", gt=0)
 
 
 @dataclasses.dataclass
 class TrainConfig(Section):
-    steps: int = knob(300, "run", "optimizer steps of the whole run, >= 1")
-    microbatches: int = knob(1, "run", "parts into which a batch is split for gradient accumulation, >= 1")
-    seed: int = knob(0, "model", "seed of initialisation and of every random choice in the step")
-    eval_every: int = knob(100, "run", "steps between held-out evaluations, >= 1; one is always made at the end")
-    eval_batches: int = knob(16, "run", "batches per held-out evaluation, >= 1")
-    log_every: int = knob(1, "run", "steps between lines of metrics.jsonl, >= 1")
-    sample_bytes: int = knob(200, "run", "bytes of text sampled from the trained model at the end, >= 0")
+    steps: int = knob(300, "run", "optimizer steps of the whole run", ge=1)
+    microbatches: int = knob(1, "run", "parts into which a batch is split for gradient accumulation", ge=1)
+    seed: int = knob(0, "model", "seed of initialisation and of every random choice in the step", ge=0, lt=2**32)
+    eval_every: int = knob(100, "run", "steps between held-out evaluations; one is always made at the end", ge=1)
+    eval_batches: int = knob(16, "run", "batches per held-out evaluation", ge=1)
+    log_every: int = knob(1, "run", "steps between lines of metrics.jsonl", ge=1)
+    sample_bytes: int = knob(200, "run", "bytes of text sampled from the trained model at the end", ge=0)
 
 
 @dataclasses.dataclass
 class CheckpointConfig(Section):
-    every: int = knob(100, "run", "steps between checkpoints, >= 1; one is always made at the end")
-    keep: int = knob(2, "run", "newest checkpoints kept, >= 1")
-    keep_best: int = knob(1, "run", "checkpoints with the lowest held-out loss kept beside them, >= 0")
+    every: int = knob(100, "run", "steps between checkpoints; one is always made at the end", ge=1)
+    keep: int = knob(2, "run", "newest checkpoints kept", ge=1)
+    keep_best: int = knob(1, "run", "checkpoints with the lowest held-out loss kept beside them", ge=0)
 
 
 @dataclasses.dataclass
@@ -143,18 +200,9 @@ class RunConfig(Section):
     malloc: bool = knob(True, "run", "let glibc keep freed memory (about a fifth less CPU per step)")
 
 
-def _variant_options(registry: Any) -> list[tuple[str, type, Any]]:
-    """One configuration field per registered variant that has options."""
-    return [
-        (name, registry.get(name).Options, dataclasses.field(default_factory=registry.get(name).Options))
-        for name in registry.names()
-        if dataclasses.fields(registry.get(name).Options)
-    ]
-
-
 @dataclasses.dataclass
 class _RoutingBase(Section):
-    module: str = knob("", "model", "path of a .py file that registers further routing schemes")
+    module: str = knob("", "run", "path of a .py file that registers further routing schemes")
     allow_noncausal: bool = knob(False, "model", "accept a scheme whose choice depends on later tokens")
     record: str = knob("", "run", "write every step's assignments to this .npz file")
     replay: str = knob("", "run", "take the assignments from this .npz file instead of the router")
@@ -163,7 +211,12 @@ class _RoutingBase(Section):
 @dataclasses.dataclass
 class _DispatchBase(Section):
     module: str = knob("", "run", "path of a .py file that registers further dispatchers")
-    matmul: str = knob("auto", "run", "grouped matmul: auto, native (OpenBLAS handler) or jax (block loop)")
+    matmul: str = knob(
+        "auto",
+        "run",
+        "grouped matmul: native is the OpenBLAS handler, jax the block loop",
+        choices=("auto", "native", "jax"),
+    )
 
 
 @dataclasses.dataclass
@@ -183,43 +236,125 @@ class Config(Section):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-def _with_variants(base: type, registry: Any) -> Any:
+def _with_variants(base: type, registry: Registry) -> Any:
     scan("fef.routing")
     scan("fef.dispatch")
-    return dataclasses.make_dataclass(base.__name__.strip("_"), _variant_options(registry), bases=(base,))()
+    return _section_class(base, registry, tuple((name, registry.get(name)) for name in registry))()
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """{"model.d_model": 128, ...}, in declaration order."""
-    flat: dict[str, Any] = {}
+@functools.cache  # one class per set of variants, so that equal configurations compare equal
+def _section_class(base: type, registry: Registry, variants: tuple[tuple[str, Any], ...]) -> type:
+    """`base` with one more field per variant, its options."""
+    taken = [field.name for field in dataclasses.fields(base)]
+    fields = []
+    for name, variant in variants:
+        where = f"{registry.kind} {name!r} (module {variant.__module__})"
+        if name in taken or not name.isidentifier():
+            raise UserError(f"{where}: choose another name; a name is one word, and not one of {', '.join(taken)}")
+        options = _checked_options(variant, where)
+        fields.append((name, options, dataclasses.field(default_factory=options)))
+    return dataclasses.make_dataclass(base.__name__.strip("_"), fields, bases=(base,))
+
+
+def _checked_options(variant: Any, where: str) -> Any:
+    """The options dataclass of a variant as a Section, or a UserError that tells its author what to change."""
+    options = getattr(variant, "Options", None)
+    if not isinstance(options, type) or not dataclasses.is_dataclass(options):
+        raise UserError(f"{where}: needs a class attribute Options, a dataclass (without fields if it has no option)")
+    hints = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        field.type = hints[field.name]  # a string under `from __future__ import annotations`
+        if "scope" not in field.metadata:
+            raise UserError(f"{where}: option {field.name!r} must be made by fef.config.knob(default, scope, doc)")
+        if field.type not in TYPES:
+            raise UserError(f"{where}: option {field.name!r} has type {hints[field.name]}; use {_type_names()}")
+    return options if issubclass(options, Section) else type(options.__name__, (Section, options), {})
+
+
+def _type_names() -> str:
+    return ", ".join(name.__name__ if isinstance(name, type) else str(name) for name in TYPES)
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yields (key, field, value) of every knob in declaration order; a key looks like "model.d_model"."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{field.name}.")
+            yield from walk(value, f"{prefix}{field.name}.")
         else:
-            flat[prefix + field.name] = value
-    return flat
+            yield prefix + field.name, field, value
 
 
-def scopes(config: Any, prefix: str = "") -> dict[str, str]:
-    """{"model.d_model": "model", ...}; an option of a variant is a model field for routers, a run field else."""
-    flat: dict[str, str] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            flat |= scopes(value, f"{prefix}{field.name}.")
-        else:
-            flat[prefix + field.name] = field.metadata["scope"]
-    return flat
+def flatten(config: Any) -> dict[str, Any]:
+    """{"model.d_model": 128, ...}, in declaration order, with the options of every registered variant."""
+    return {key: value for key, _, value in walk(config)}
 
 
-def to_dict(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+def scopes(config: Any) -> dict[str, str]:
+    """{"model.d_model": "model", ...}"""
+    return {key: field.metadata["scope"] for key, field, _ in walk(config)}
+
+
+def allowed(field: dataclasses.Field) -> str:
+    """The values a knob may take, in words: "one of adamw, sgd", ">= 0 and < 1"; empty when its type says it all."""
+    if field.metadata["choices"]:
+        return "one of " + ", ".join(field.metadata["choices"])
+    return " and ".join(f"{sign} {bound}" for sign, bound in field.metadata["bounds"].items())
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """What is in force, as nested plain values: without the options of the variants that are not chosen."""
+    tree = dataclasses.asdict(config)
+    for section, chosen in (("routing", config.moe.router), ("dispatch", config.moe.dispatcher)):
+        tree[section] = {k: v for k, v in tree[section].items() if not isinstance(v, dict) or k == chosen}
+    return tree
 
 
 def config_hash(config: Config) -> str:
-    """12 hex digits over every field."""
+    """12 hex digits over every field in force."""
     return hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def resume_changes(old: dict[str, Any], new: Config) -> list[tuple[str, Any, Any]]:
+    """What differs between the configuration of a run and the one that continues it.
+
+    Args:
+      old: `to_dict` of the earlier configuration, as read back from JSON. A key that it lacks, because it was written
+        by an earlier version, had its default.
+      new: the configuration that continues the run.
+
+    Returns:
+      (key, old value, new value) of every run field that changed, and (key, old value, GONE) of fields that no longer
+      exist.
+
+    Raises:
+      ConfigError: a model or data field changed; the message has both values.
+    """
+    before, now, defaults, scope = _flat(old), _flat(to_dict(new)), flatten(Config()), scopes(new)
+    changes = []
+    for key, value in now.items():
+        earlier = before.get(key, defaults[key])
+        if earlier == value:
+            continue
+        if scope[key] != "run":
+            raise ConfigError(
+                key,
+                value,
+                f"the run to be continued has {earlier!r}, and a {scope[key]} field cannot change in it; "
+                f"set config.{key}={earlier!r}, choose another --workdir, or start over with --fresh",
+            )
+        changes.append((key, earlier, value))
+    return changes + [(key, value, GONE) for key, value in before.items() if key not in scope]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+    return flat
 
 
 def freeze(config: Any) -> None:
@@ -232,9 +367,43 @@ def freeze(config: Any) -> None:
 
 
 def validate(config: Config) -> None:
-    """Checks everything that can be known before JAX starts; raises ConfigError at the first fault."""
-    model, moe, mesh, data = config.model, config.moe, config.mesh, config.data
-    _check_ranges(config)
+    """Checks everything that can be known before JAX starts, the router's own conditions included.
+
+    Raises ConfigError at the first fault.
+    """
+    check_fields(config)
+    _check_model(config)
+    _check_batch(config)
+    _check_variants(config)
+
+
+def check_fields(config: Any) -> None:
+    """Checks each knob by itself: type, finite, within its range or choices. Raises ConfigError."""
+    for key, field, value in walk(config):
+        if not _has_type(value, field.type) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(key, value, f"must be {TYPES[field.type]}")
+        choices, bounds = field.metadata["choices"], field.metadata["bounds"]
+        in_bounds = value is None or all(_COMPARE[sign](value, bound) for sign, bound in bounds.items())
+        if not in_bounds or (choices and value not in choices):
+            raise ConfigError(key, value, f"must be {allowed(field)} ({field.metadata['doc']})")
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    if annotation is int or annotation is float:  # bool is an int to Python, and an int a fine float
+        return isinstance(value, (int, annotation)) and not isinstance(value, bool)
+    if annotation == tuple[int, ...]:
+        return isinstance(value, tuple) and all(_has_type(item, int) for item in value)
+    if isinstance(annotation, type):
+        return isinstance(value, annotation)
+    return any(value is None if option is type(None) else _has_type(value, option) for option in annotation.__args__)
+
+
+def head_dim(model: ModelConfig) -> int:
+    return model.d_model // model.num_heads if model.head_dim is None else model.head_dim
+
+
+def _check_model(config: Config) -> None:
+    model, moe, optim = config.model, config.moe, config.optim
     if model.head_dim is None and model.d_model % model.num_heads:
         raise ConfigError("model.d_model", model.d_model, f"must be a multiple of model.num_heads={model.num_heads}")
     if head_dim(model) % 2:
@@ -245,6 +414,12 @@ def validate(config: Config) -> None:
         raise ConfigError("moe.num_choices", moe.num_choices, f"must be <= moe.num_experts={moe.num_experts}")
     if moe.leading_dense > model.num_layers:
         raise ConfigError("moe.leading_dense", moe.leading_dense, f"must be <= model.num_layers={model.num_layers}")
+    if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
+        raise ConfigError("optim.decay_steps", optim.decay_steps, f"must be > optim.warmup_steps={optim.warmup_steps}")
+
+
+def _check_batch(config: Config) -> None:
+    mesh, data = config.mesh, config.data
     if mesh.devices % mesh.data:
         raise ConfigError("mesh.data", mesh.data, f"must divide mesh.devices={mesh.devices}")
     parts = mesh.devices * config.train.microbatches
@@ -255,61 +430,29 @@ def validate(config: Config) -> None:
             data.batch_size,
             f"must be a multiple of mesh.devices * train.microbatches = {parts}; nearest: {near}",
         )
-    if moe.every:
-        router = _known(fef.routing.ROUTERS, "moe.router", moe.router)
-        _known(fef.dispatch.DISPATCHERS, "moe.dispatcher", moe.dispatcher)
-        if not router.causal and not config.routing.allow_noncausal:
-            raise ConfigError(
-                "moe.router",
-                moe.router,
-                "looks at later tokens, so a decoder trained with it cannot generate; "
-                "set config.routing.allow_noncausal=True to train it all the same",
-            )
 
 
-def _known(registry: Any, key: str, name: str) -> Any:
+def _check_variants(config: Config) -> None:
+    if not config.moe.every:
+        return  # a dense model has neither router nor dispatcher
+    routing, router = config.routing, _known(fef.routing.ROUTERS, "moe.router", config.moe.router)
+    _known(fef.dispatch.DISPATCHERS, "moe.dispatcher", config.moe.dispatcher)
+    router(config.moe.num_experts, config.moe.num_choices, getattr(routing, config.moe.router))
+    if not router.causal and not routing.allow_noncausal:
+        raise ConfigError(
+            "moe.router",
+            config.moe.router,
+            "looks at later tokens, so a decoder trained with it cannot generate; "
+            "set config.routing.allow_noncausal=True to train it all the same",
+        )
+    if routing.record and routing.replay:
+        raise ConfigError("routing.record", routing.record, f"cannot be used with routing.replay={routing.replay!r}")
+    if routing.replay and not os.path.isfile(routing.replay):
+        raise ConfigError("routing.replay", routing.replay, "no such file; give one written by config.routing.record")
+
+
+def _known(registry: Registry, key: str, name: str) -> Any:
     try:
         return registry.get(name)
     except ValueError as error:
         raise ConfigError(key, name, str(error)) from None
-
-
-def head_dim(model: ModelConfig) -> int:
-    return model.d_model // model.num_heads if model.head_dim is None else model.head_dim
-
-
-_CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "dots", "full"),
-    "pool.transport": ("auto", "local"),
-    "pool.update": ("step_end",),
-    "optim.name": ("adamw", "sgd"),
-    "dispatch.matmul": ("auto", "native", "jax"),
-}
-_ZERO_ALLOWED = {
-    "moe.every", "moe.leading_dense", "moe.num_shared", "data.seed", "train.seed", "data.heldout_fraction",
-    "optim.warmup_steps", "optim.final_fraction", "optim.b1", "optim.b2", "optim.momentum", "optim.weight_decay",
-    "train.sample_bytes", "checkpoint.keep_best",
-}  # fmt: skip
-_BELOW_ONE = {"data.heldout_fraction", "optim.b1", "optim.b2", "optim.momentum"}
-
-
-def _check_ranges(config: Config) -> None:
-    for key, value in flatten(config).items():
-        section = key.split(".")[0]
-        if key in _CHOICES and value not in _CHOICES[key]:
-            raise ConfigError(key, value, f"must be one of {', '.join(_CHOICES[key])}")
-        if isinstance(value, float) and not abs(value) < float("inf"):
-            raise ConfigError(key, value, "must be a finite number")
-        if section in ("routing", "dispatch") or isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        if value < 0 or (value == 0 and key not in _ZERO_ALLOWED):
-            raise ConfigError(key, value, f"must be {'>= 0' if key in _ZERO_ALLOWED else '> 0'}")
-        if key in _BELOW_ONE and value >= 1:
-            raise ConfigError(key, value, "must be < 1")
-    if config.optim.final_fraction > 1:
-        raise ConfigError("optim.final_fraction", config.optim.final_fraction, "must be <= 1")
-    if config.pool.slots < 2:
-        raise ConfigError("pool.slots", config.pool.slots, "must be >= 2: a version is read while the next is written")
-    if config.pool.stages < 2:
-        raise ConfigError("pool.stages", config.pool.stages, "must be >= 2: one layer is summed while the next arrives")

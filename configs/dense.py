@@ -1,0 +1,19 @@
+"""Is the sparse model worth it? The dense model with as many active parameters as configs/tiny.py.
+
+K experts of width F and the shared ones become one FFN of width (K + shared) * F in every layer; all else is equal.
+
+Command:  scripts/train.sh --config=configs/dense.py
+Hardware: 2 CPU cores, 4 virtual devices.
+Time:     about that of configs/tiny.py.
+Expected: a held-out loss above that of configs/tiny.py after the same steps on the same data.
+"""
+
+from configs import tiny
+from fef.config import Config
+
+
+def get_config() -> Config:
+    config = tiny.get_config()
+    config.model.d_ff = (config.moe.num_choices + config.moe.num_shared) * config.moe.d_expert
+    config.moe.every = 0
+    return config

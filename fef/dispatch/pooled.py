@@ -1,0 +1,136 @@
+"""pooled: tokens stay, and each member reads the experts it uses from the pool, one-sided.
+
+Payload per member and layer, forward and backward: (fetched + refetched) P_E b_w + sent gradients P_E b_g bytes, as the
+ledger counts them; experts without tokens on this member cost nothing. Within one process the members' segments are
+mapped memory, so that the backward pass reads the weights in place a second time (refetch).
+
+float32 on a CPU multiplies against the pool's memory itself (`pooled_ffn`); otherwise blocks are read into arrays.
+
+Source: J. Liu et al., "Janus: A Unified Distributed Training Framework for Sparse Mixture-of-Experts Models", 2023,
+section 3 (data-centric paradigm: experts move, tokens stay).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from fef import sharding
+from fef.dispatch import DISPATCHERS
+from fef.dispatch.base import Dispatcher, UnitSizes
+from fef.experts import Experts
+from fef.ops.expert_ffn import expert_ffn
+from fef.ops.get import get
+from fef.ops.grouped_matmul import resolve, segments_of_counts
+from fef.ops.permute import combine_rows, gather_rows, sort_by_expert
+from fef.ops.pooled_ffn import pooled_ffn
+from fef.ops.publish import publish
+from fef.ops.read_ledger import read_ledger
+from fef.ops.release import release
+from fef.pool import pool as pools
+from fef.pool.ledger import PURPOSES
+from fef.routing import Assignment
+from fef.sharding import island
+
+_NUM_PARTS = 3  # matrices in a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What a layer needs to read from the pool; entry m belongs to member m of the whole mesh.
+
+    Attributes:
+      version_M4: (M, 4) int32, table, incarnation, counter, microbatch; the same for every member.
+      chain_M: (M,) float32; without a value, its cotangent orders the gradients before they are collected.
+      widths: (D, F), static.
+    """
+
+    version_M4: jax.Array
+    chain_M: jax.Array
+    widths: tuple[int, int]
+
+    def at_microbatch(self, index: jax.Array) -> "Published":
+        return dataclasses.replace(self, version_M4=self.version_M4.at[:, 3].set(index))
+
+
+jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M"], ["widths"])
+
+
+@DISPATCHERS.register("pooled")
+class Pooled(Dispatcher):
+    """Reads the experts it uses from the pool; tokens stay."""
+
+    @classmethod
+    def check_platform(cls, platform: str) -> None:
+        if platform != "cpu":
+            raise ValueError(
+                f"the pooled dispatcher has no handlers for {platform} yet; "
+                "use all_to_all, ragged_all_to_all, all_gather or reference there"
+            )
+
+    @property
+    def experts_spec(self) -> PartitionSpec:
+        return sharding.TOKENS
+
+    @property
+    def units(self) -> UnitSizes:
+        return UnitSizes(weight_bytes=jnp.dtype(self.dtype).itemsize, gradient_bytes=4)
+
+    def prepare(self, runs: list[Experts]) -> Published:
+        runs = [run if run.w_gate_PDF.ndim == 4 else jax.tree.map(lambda w: w[None], run) for run in runs]
+        d_model, d_expert = runs[0].w_gate_PDF.shape[2:]
+        num_layers = sum(run.w_gate_PDF.shape[0] for run in runs)
+        shapes = ((d_model, d_expert), (d_model, d_expert), (d_expert, d_model))
+        handle_2 = pools.current().table("experts", num_layers, self.table, shapes, self.dtype)
+        arrays = tuple(w for run in runs for w in (run.w_gate_PDF, run.w_up_PDF, run.w_down_PFD))
+
+        def body(handle_2: jax.Array, *arrays: jax.Array) -> tuple:
+            version_4, chain = publish(handle_2, arrays, _NUM_PARTS, self.dtype)
+            return version_4[None], chain[None]
+
+        layers_first = PartitionSpec(None, "expert")
+        run = island(
+            self.mesh, body, (sharding.REPLICATED, *[layers_first] * len(arrays)), (sharding.TOKENS, sharding.TOKENS)
+        )
+        version_M4, chain_M = run(jnp.asarray(handle_2), *arrays)
+        return Published(version_M4, chain_M, (d_model, d_expert))
+
+    def __call__(self, x_TD: jax.Array, assignment: Assignment, experts: Published, layer: jax.Array) -> tuple:
+        order = sort_by_expert(assignment, self.table.num_experts)
+        rows_ND = gather_rows(x_TD, assignment, order)
+        version_4, chain = experts.version_M4[0], experts.chain_M[0]
+        if x_TD.dtype == jnp.float32 and resolve(self.matmul) == "native":
+            like_0F = jnp.zeros((0, experts.widths[1]), jnp.float32)
+            rows_ND = pooled_ffn(version_4, chain, layer, rows_ND, order.counts_E, like_0F)
+        else:
+            read = self._read(version_4, chain, layer, order.counts_E, experts.widths)
+            rows_ND = expert_ffn(rows_ND, read, segments_of_counts(order.counts_E), self.matmul)
+        y_TD = combine_rows(rows_ND, assignment, order, x_TD.shape[0])
+        return y_TD, self.moved()
+
+    def _read(self, version_4, chain, layer, counts_E, widths: tuple[int, int]) -> Experts:
+        """The experts with tokens as arrays, zeros for the others."""
+        d_model, d_expert = widths
+        num_experts, elems = self.table.num_experts, d_model * d_expert
+        ids_E = jnp.where(counts_E > 0, jnp.arange(num_experts, dtype=jnp.int32), -1)
+        blocks = get(version_4, chain, layer, ids_E, 3 * elems, num_experts, self.dtype)
+        gate, up, down = (blocks[:, i * elems : (i + 1) * elems] for i in range(_NUM_PARTS))
+        shape = (num_experts, d_model, d_expert)
+        return Experts(gate.reshape(shape), up.reshape(shape), down.reshape(num_experts, d_expert, d_model))
+
+    def finish(self, prepared: Published, moved_MLQP: jax.Array, after: jax.Array, collected: bool) -> tuple:
+        num_layers = moved_MLQP.shape[1]
+
+        def body(version_M4: jax.Array, after: jax.Array) -> Any:
+            if not collected:
+                after = release(version_M4[0], after)
+            counts_LQE, waits_us_LW = read_ledger(version_M4[0], after, num_layers, self.table.num_experts)
+            shape = (num_layers, len(PURPOSES), self.table.num_positions)
+            counts_LQP = jnp.zeros(shape, jnp.int32).at[..., np.asarray(self.table.position_E)].set(counts_LQE)
+            return counts_LQP[None], waits_us_LW[None]
+
+        specs = (sharding.TOKENS, sharding.REPLICATED)
+        return island(self.mesh, body, specs, (sharding.TOKENS, sharding.TOKENS))(prepared.version_M4, after)

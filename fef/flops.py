@@ -1,0 +1,61 @@
+"""Arithmetic of a training step, by counting matrix multiplications.
+
+Convention (stated beside every number made from it):
+- A matmul parameter costs 2 FLOPs a token forward (multiply and add) and 4 backward: 6 a token in training.
+- Only parameters that a token meets count: the K chosen experts and the shared ones, not all E. For a scheme whose
+  tokens visit a varying number of experts, K is the mean; drops are not subtracted.
+- The router (D*E) and the output projection (D*V, tied to the embedding or not) are matmuls and count. The embedding
+  look-up, norms, rotary positions, softmax and activations are none and count 0, and so does recomputation (remat).
+- Attention scores and the weighted sum of values are no parameters: 12 * heads * head_dim * S per token and layer over
+  the full square, half of it when causal (the mean query sees S/2 keys).
+
+Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (arXiv:2204.02311, 2022), appendix B.
+"""
+
+import dataclasses
+
+from fef.config import Config, head_dim
+from fef.model import moe_layers
+
+_SWIGLU_MATRICES = 3  # gate, up, down
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainFlops:
+    """FLOPs per token of one training step, forward and backward, in two parts."""
+
+    matmul: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return self.matmul + self.attention
+
+
+def matmul_params_active(config: Config) -> int:
+    """Parameters of the matrices that one token is multiplied with."""
+    model, moe = config.model, config.moe
+    q_width, kv_width = model.num_heads * head_dim(model), model.num_kv_heads * head_dim(model)
+    attention = 2 * model.d_model * q_width + 2 * model.d_model * kv_width  # query and output; key and value
+    dense_ffn = _SWIGLU_MATRICES * model.d_model * model.d_ff
+    experts = (moe.num_choices + moe.num_shared) * _SWIGLU_MATRICES * model.d_model * moe.d_expert
+    router = model.d_model * moe.num_experts
+    num_moe = sum(moe_layers(config))
+    return (
+        model.num_layers * attention
+        + num_moe * (router + experts)
+        + (model.num_layers - num_moe) * dense_ffn
+        + model.d_model * model.vocab_size
+    )
+
+
+def train_flops_per_token(config: Config, causal: bool = True) -> TrainFlops:
+    """FLOPs per token of one training step; see the module's docstring for the convention.
+
+    Args:
+      config: the run's configuration; S is config.data.seq_len.
+      causal: whether attention counts the half square that a causal mask leaves, or the full one.
+    """
+    model = config.model
+    full_square = 12 * model.num_layers * model.num_heads * head_dim(model) * config.data.seq_len
+    return TrainFlops(6 * matmul_params_active(config), full_square // 2 if causal else full_square)

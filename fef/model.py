@@ -1,0 +1,291 @@
+"""A decoder-only Transformer whose FFNs are dense or mixtures of experts.
+
+Shape letters: B batch, S sequence, D model width, H query heads, G key/value heads, Q heads per key/value head, A head
+width, F hidden width, V vocabulary, L MoE layers.
+
+Sources: A. Vaswani et al., "Attention Is All You Need", 2017; B. Zhang, R. Sennrich, "Root Mean Square Layer
+Normalization", 2019; J. Su et al., "RoFormer", 2021 (rotary positions); J. Ainslie et al., "GQA", 2023; N. Shazeer,
+"GLU Variants Improve Transformer", 2020.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from fef import sharding
+from fef.config import Config, ModelConfig, head_dim
+from fef.dispatch import DISPATCHERS
+from fef.dispatch.base import Dispatcher
+from fef.experts import Experts
+from fef.moe import MoeLayer
+from fef.pool.table import ExpertTable
+from fef.routing import ROUTERS
+
+_REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last dimension, computed in float32, dtype of x."""
+    x32 = x.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * root * scale_D.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def rotate(x_BSHA: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions 0..S-1: dimension i is rotated with dimension i + A/2 by position / theta^(2i/A)."""
+    seq_len, width = x_BSHA.shape[1], x_BSHA.shape[3]
+    frequency = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angle_SA = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency[None, :]
+    cos, sin = (f(angle_SA)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x_BSHA.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHA.dtype)
+
+
+def causal_attention(q_BSHA: jax.Array, k_BSGA: jax.Array, v_BSGA: jax.Array, mask_BS: jax.Array) -> jax.Array:
+    """Grouped-query attention over earlier, unmasked positions; softmax in float32. Returns (B, S, H, A)."""
+    batch, seq_len, num_heads, width = q_BSHA.shape
+    q_BSGQA = q_BSHA.reshape(batch, seq_len, k_BSGA.shape[2], -1, width)
+    scores = jnp.einsum("bsgqa,btga->bgqst", q_BSGQA, k_BSGA, preferred_element_type=jnp.float32) * width**-0.5
+    earlier = jnp.tril(jnp.ones((seq_len, seq_len), bool))[None] & mask_BS[:, None, :]
+    weights = jax.nn.softmax(jnp.where(earlier[:, None, None], scores, -1e30), axis=-1)
+    out = jnp.einsum("bgqst,btga->bsgqa", weights.astype(v_BSGA.dtype), v_BSGA)
+    return out.reshape(batch, seq_len, num_heads, width)
+
+
+class Linear(nnx.Module):
+    """y = x W without bias; W (in, out) float32, cast to the dtype of x."""
+
+    def __init__(self, fan_in: int, fan_out: int, scale: float, rngs: nnx.Rngs):
+        draw = jax.random.truncated_normal(rngs.params(), -2, 2, (fan_in, fan_out), jnp.float32)
+        self.w = nnx.Param(draw * scale * fan_in**-0.5)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Rotary grouped-query self-attention."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.width, self.theta = head_dim(model), model.rope_theta
+        self.query = Linear(model.d_model, model.num_heads * self.width, model.init_scale, rngs)
+        self.key = Linear(model.d_model, model.num_kv_heads * self.width, model.init_scale, rngs)
+        self.value = Linear(model.d_model, model.num_kv_heads * self.width, model.init_scale, rngs)
+        self.out = Linear(model.num_heads * self.width, model.d_model, model.init_scale, rngs)
+
+    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array) -> jax.Array:
+        def heads(linear: Linear) -> jax.Array:
+            return linear(x_BSD).reshape(*x_BSD.shape[:2], -1, self.width)
+
+        q, k = rotate(heads(self.query), self.theta), rotate(heads(self.key), self.theta)
+        out_BSHA = causal_attention(q, k, heads(self.value), mask_BS)
+        return self.out(out_BSHA.reshape(*x_BSD.shape[:2], -1))
+
+
+class DenseFfn(nnx.Module):
+    """SwiGLU with hidden width d_ff."""
+
+    def __init__(self, d_model: int, d_ff: int, scale: float, rngs: nnx.Rngs):
+        self.gate = Linear(d_model, d_ff, scale, rngs)
+        self.up = Linear(d_model, d_ff, scale, rngs)
+        self.down = Linear(d_ff, d_model, scale, rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)), where ffn is dense or experts plus shared experts."""
+
+    def __init__(self, config: Config, mesh: Mesh, is_moe: bool, rngs: nnx.Rngs):
+        model, moe = config.model, config.moe
+        self.eps = model.norm_eps
+        self.attention_norm = nnx.Param(jnp.ones(model.d_model))
+        self.attention = Attention(model, rngs)
+        self.ffn_norm = nnx.Param(jnp.ones(model.d_model))
+        if not is_moe:
+            self.ffn = DenseFfn(model.d_model, model.d_ff, model.init_scale, rngs)
+            return
+        self.moe = MoeLayer(
+            model.d_model,
+            moe.d_expert,
+            moe.num_experts,
+            moe.num_choices,
+            mesh=mesh,
+            rngs=rngs,
+            router=make_router(config),
+            dispatcher=make_dispatcher(config, mesh),
+            init_scale=model.init_scale,
+        )
+        if moe.num_shared:
+            self.shared = DenseFfn(model.d_model, moe.num_shared * moe.d_expert, model.init_scale, rngs)
+
+    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array, **moe_inputs: Any) -> tuple[jax.Array, dict[str, Any]]:
+        x_BSD = x_BSD + self.attention(rms_norm(x_BSD, self.attention_norm[...], self.eps), mask_BS)
+        normed_BSD = rms_norm(x_BSD, self.ffn_norm[...], self.eps)
+        if not hasattr(self, "moe"):
+            return x_BSD + self.ffn(normed_BSD), {}
+        y_BSD, metrics = self.moe(normed_BSD, mask_BS=mask_BS, **moe_inputs)
+        if hasattr(self, "shared"):
+            y_BSD = y_BSD + self.shared(normed_BSD)
+        return x_BSD + y_BSD, metrics
+
+
+class Decoder(nnx.Module):
+    """The whole model. Its blocks stand in runs: one block each, or equal blocks stacked when layers are scanned.
+
+    Args:
+      config: a validated configuration.
+      mesh: from `fef.make_mesh`.
+      rngs: source of the initial parameters, which do not depend on the mesh.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs):
+        model = config.model
+        self.dtype, self.eps, self.remat, self.mesh = model.dtype, model.norm_eps, model.remat, mesh
+        embedding_VD = jax.random.normal(rngs.params(), (model.vocab_size, model.d_model)) * model.d_model**-0.5
+        self.embedding_VD = nnx.Param(embedding_VD * model.init_scale)
+        is_moe = moe_layers(config)
+        lengths = _run_lengths(is_moe) if model.scan_layers else [1] * model.num_layers
+        self.is_scanned = model.scan_layers
+        self.run_lengths = tuple(lengths)
+        runs, first = [], 0
+        for length in lengths:
+            blocks = [Block(config, mesh, is_moe[first], rngs) for _ in range(length)]
+            runs.append(_stack(blocks) if self.is_scanned else blocks[0])
+            first += length
+        self.runs = nnx.List(runs)
+        self.final_norm = nnx.Param(jnp.ones(model.d_model))
+        if not model.tie_embeddings:
+            self.output = Linear(model.d_model, model.vocab_size, model.init_scale, rngs)
+
+    @property
+    def moe_runs(self) -> list[Block]:
+        return [run for run in self.runs if hasattr(run, "moe")]
+
+    @property
+    def experts(self) -> list[Experts]:
+        """The experts of each run that has some, as `Dispatcher.prepare` takes them."""
+        return [run.moe.experts for run in self.moe_runs]
+
+    def __call__(
+        self,
+        tokens_BS: jax.Array,
+        mask_BS: jax.Array | None = None,
+        *,
+        experts: Any = None,
+        step: jax.Array | int = 0,
+        key: jax.Array | None = None,
+        train: bool = True,
+        replay: dict[str, jax.Array] | None = None,
+    ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        """Predicts the next token everywhere.
+
+        Args:
+          tokens_BS: (B, S) int32, B sharded over all devices.
+          mask_BS: (B, S) bool, False on padding; None means no padding.
+          experts: what `dispatcher.prepare(model.experts)` returned; None prepares them here.
+          step, key, train: see `MoeLayer`.
+          replay: assignments to use, with a leading axis of MoE layers.
+
+        Returns:
+          logits_BSV (B, S, V) float32; aux_loss () float32, the mean over the MoE layers; metrics of the MoE layers,
+          stacked on a leading axis L ({} for a dense model).
+        """
+        mask_BS = jnp.ones(tokens_BS.shape, bool) if mask_BS is None else mask_BS
+        key = jax.random.key(0) if key is None else key
+        if experts is None and self.moe_runs:
+            experts = self.moe_runs[0].moe.dispatcher.prepare(self.experts)
+        x_BSD = self.embedding_VD[...][tokens_BS].astype(self.dtype) * self.embedding_VD.shape[1] ** 0.5
+        x_BSD = jax.lax.with_sharding_constraint(x_BSD, sharding.named(self.mesh, sharding.TOKENS))
+
+        metrics: list[dict[str, Any]] = []
+        first = 0  # number of the run's first MoE layer
+        for run, length in zip(self.runs, self.run_lengths, strict=True):
+            is_moe = hasattr(run, "moe")
+            layers_l = jnp.arange(first, first + length, dtype=jnp.int32)
+            own = experts[len(metrics)] if is_moe and isinstance(experts, list) else None
+            replay_l = jax.tree.map(lambda a, s=slice(first, first + length): a[s], replay) if is_moe else None
+
+            def block_fn(state: Any, x_BSD: jax.Array, own: Any, layer: jax.Array, replay: Any, graph: Any) -> Any:
+                return nnx.merge(graph, state)(
+                    x_BSD,
+                    mask_BS,
+                    token_ids_BS=tokens_BS,
+                    experts=experts if own is None else own,
+                    layer=layer,
+                    step=step,
+                    key=jax.random.fold_in(key, layer),
+                    train=train,
+                    replay=replay,
+                )
+
+            x_BSD, run_metrics = self._run(run, block_fn, x_BSD, own, layers_l, replay_l)
+            if is_moe:
+                metrics.append(run_metrics)
+                first += length
+
+        x_BSD = rms_norm(x_BSD, self.final_norm[...], self.eps).astype(jnp.float32)
+        logits_BSV = self.output(x_BSD) if hasattr(self, "output") else x_BSD @ self.embedding_VD[...].T
+        if not metrics:
+            return logits_BSV, jnp.float32(0), {}
+        stacked = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *metrics)
+        aux_loss_L = stacked.pop("aux_loss")
+        return logits_BSV, aux_loss_L.mean(), stacked
+
+    def _run(self, run: Block, block_fn: Any, x_BSD: jax.Array, own: Any, layers_l: jax.Array, replay_l: Any) -> tuple:
+        """Applies one run; its metrics get a leading axis of the run's layers."""
+        graph, state = nnx.split(run)
+        apply = functools.partial(block_fn, graph=graph)
+        if self.remat != "none":
+            apply = jax.checkpoint(apply, policy=_REMAT_POLICIES[self.remat])
+        if not self.is_scanned:
+            replay = None if replay_l is None else jax.tree.map(lambda a: a[0], replay_l)
+            x_BSD, metrics = apply(state, x_BSD, own, layers_l[0], replay)
+            return x_BSD, jax.tree.map(lambda a: a[None], metrics)
+
+        def scanned(x_BSD: jax.Array, xs: tuple) -> tuple:
+            state, own, layer, replay = xs
+            return apply(state, x_BSD, own, layer, replay)
+
+        return jax.lax.scan(scanned, x_BSD, (state, own, layers_l, replay_l))
+
+
+def moe_layers(config: Config) -> list[bool]:
+    """Which layers have experts: after `leading_dense`, every `every`-th."""
+    moe, layers = config.moe, range(config.model.num_layers)
+    return [bool(moe.every) and i >= moe.leading_dense and (i - moe.leading_dense + 1) % moe.every == 0 for i in layers]
+
+
+def make_router(config: Config) -> Any:
+    name = config.moe.router
+    return ROUTERS.get(name)(config.moe.num_experts, config.moe.num_choices, getattr(config.routing, name))
+
+
+def make_dispatcher(config: Config, mesh: Mesh) -> Any:
+    name = config.moe.dispatcher
+    return DISPATCHERS.get(name)(
+        mesh,
+        ExpertTable(config.moe.num_experts, sharding.num_members(mesh)),
+        matmul=config.dispatch.matmul,
+        dtype=config.model.dtype,
+        rerun=config.model.remat != "none",
+        options=getattr(config.dispatch, name, Dispatcher.Options()),
+    )
+
+
+def _run_lengths(is_moe: list[bool]) -> list[int]:
+    """Lengths of the stretches of equal blocks."""
+    return [len(list(group)) for _, group in itertools.groupby(is_moe)]
+
+
+def _stack(blocks: list[Block]) -> Block:
+    """Equal blocks as one whose variables have a leading axis of layers."""
+    graph, _ = nnx.split(blocks[0])
+    states = [nnx.split(block)[1] for block in blocks]
+    return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))

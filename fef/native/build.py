@@ -1,0 +1,172 @@
+"""Compiles fef's native code: `python -m fef.native.build [--sanitize=address|thread]`.
+
+Every .cc file of this folder goes into lib/libfef.so, linked against the OpenBLAS of the scipy-openblas32 package.
+The library carries a hash of all that it was made from; when that is still the same, nothing is done.
+
+With --sanitize the result is lib/libfef-<sanitizer>.so, which is loaded in place of the plain one by
+`FEF_SANITIZE=<sanitizer> LD_PRELOAD=$(g++ -print-file-name=lib<asan|tsan>.so) python ...`.
+"""
+
+import argparse
+import concurrent.futures
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+FOLDER = pathlib.Path(__file__).parent
+SANITIZERS = ("address", "thread")
+COMPILERS = ("g++", "clang++", "c++")
+COMMAND_TIMEOUT_S = 600
+
+
+class BuildError(RuntimeError):
+    """Why the native code could not be built, in one line (or the compiler's own words)."""
+
+
+def library_path(sanitize: str = "") -> pathlib.Path:
+    """Where the library lies, built or not."""
+    return FOLDER / "lib" / (f"libfef-{sanitize}.so" if sanitize else "libfef.so")
+
+
+def source_hash(sanitize: str = "") -> str:
+    """Hash of the sources, the compiler flags and the versions of what is compiled in or linked."""
+    digest = hashlib.sha256(repr(compile_flags(sanitize)).encode())
+    for package in ("jaxlib", "scipy-openblas32"):
+        digest.update(f"{package}=={importlib.metadata.version(package)}\n".encode())
+    for path in sorted([*FOLDER.glob("*.cc"), *FOLDER.glob("*.h")]):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def built_hash(sanitize: str = "") -> str | None:
+    """The hash inside of the built library, or None when there is no library."""
+    try:
+        content = library_path(sanitize).read_bytes()
+    except FileNotFoundError:
+        return None
+    match = re.search(rb"fef_source_hash=([0-9a-f]{64})", content)
+    return match.group(1).decode() if match else ""
+
+
+def find_compiler() -> str:
+    """$CXX (may hold flags) if set, else the first of g++, clang++, c++ on the PATH."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        if not shutil.which(shlex.split(chosen)[0]):
+            raise BuildError(f"the compiler CXX={chosen!r} is not on the PATH; unset CXX or install it")
+        return chosen
+    for name in COMPILERS:
+        if shutil.which(name):
+            return name
+    raise BuildError(
+        f"no C++ compiler found (tried {', '.join(COMPILERS)}); on Debian or Ubuntu: apt-get install g++, or set CXX"
+    )
+
+
+def compile_flags(sanitize: str = "") -> list[str]:
+    flags = "-std=c++17 -fPIC -pthread -fvisibility=hidden -Wall -Wextra -Werror".split()
+    # Without the last one, compilers do not turn a loop with a clamp into vector code.
+    flags += ["-fopenmp-simd", "-fno-trapping-math"]
+    if _has_avx2():
+        flags.append("-march=x86-64-v3")
+    if sanitize:
+        return [*flags, "-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitize}"]
+    return [*flags, "-O3"]
+
+
+def include_flags() -> list[str]:
+    """Folders of other people's headers; as system headers they are exempt from our warnings."""
+    import jax.ffi
+    import scipy_openblas32
+
+    return [f"-isystem{folder}" for folder in (jax.ffi.include_dir(), scipy_openblas32.get_include_dir())]
+
+
+def link_flags() -> list[str]:
+    import scipy_openblas32
+
+    folder = scipy_openblas32.get_lib_dir()
+    return [f"-L{folder}", f"-Wl,-rpath,{folder}", f"-l{scipy_openblas32.get_library()}"]
+
+
+def build(sanitize: str = "") -> bool:
+    """Makes the library current. Returns whether anything had to be done; raises BuildError."""
+    if sanitize and sanitize not in SANITIZERS:
+        raise BuildError(f"--sanitize={sanitize}: choose one of {', '.join(SANITIZERS)}")
+    wanted = source_hash(sanitize)
+    if built_hash(sanitize) == wanted:
+        return False
+    library = library_path(sanitize)
+    library.parent.mkdir(exist_ok=True)
+    with open(library.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes that find it stale, one compiles
+        if built_hash(sanitize) == wanted:
+            return False
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            result = _compile_and_link(pathlib.Path(scratch), wanted, sanitize)
+            os.replace(result, library)  # processes that run with the old file keep it
+    return True
+
+
+def _compile_and_link(scratch: pathlib.Path, wanted: str, sanitize: str) -> pathlib.Path:
+    compiler = shlex.split(find_compiler())
+    flags = [*compile_flags(sanitize), *include_flags(), f'-DFEF_SOURCE_HASH="{wanted}"']
+
+    def compile_one(source: pathlib.Path) -> str:
+        target = scratch / f"{source.stem}.o"
+        _run([*compiler, *flags, "-c", str(source), "-o", str(target)], source.name)
+        return str(target)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sorted(FOLDER.glob("*.cc"))))
+    result = scratch / "libfef.so"
+    _run([*compiler, *compile_flags(sanitize), "-shared", *objects, *link_flags(), "-o", str(result)], "libfef.so")
+    return result
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{what}: {command[0]} did not end within {COMMAND_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        raise BuildError(f"{what}: {command[0]} failed with exit code {done.returncode}\n{done.stderr.strip()}")
+
+
+def _has_avx2() -> bool:
+    """Whether this CPU has the x86-64-v3 instructions, as every server since about 2015 (OpenBLAS asks by itself)."""
+    if platform.machine() != "x86_64":
+        return False
+    try:
+        cpuinfo = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    match = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return bool(match) and {"avx2", "fma", "bmi2", "movbe"} <= set(match.group(1).split())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fef.native.build", description="Builds fef's native library.")
+    parser.add_argument("--sanitize", choices=SANITIZERS, default="", help="build with this sanitizer, unoptimised")
+    sanitize = parser.parse_args(argv).sanitize
+    try:
+        is_new = build(sanitize)
+    except BuildError as error:
+        print(f"fef.native.build: {error}", file=sys.stderr)
+        return 1
+    print(f"{library_path(sanitize)}: {'built' if is_new else 'already current'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,549 @@
+// XLA's FFI custom calls: one short wrapper for each function of the core. The only file that includes XLA's header.
+// Python registers the entries of fef_registrations (at the end) with XLA.
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "await.h"
+#include "gemm.h"
+#include "parallel.h"
+#include "pool.h"
+#include "pooled_ffn.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace fef {
+namespace {
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::BufferR1<ffi::S32>;
+
+// The threads of XLA's CPU backend. With virtual devices that pool has more threads than there are cores; a helper
+// without a core of its own only takes cache from the others.
+class XlaExecutor : public Executor {
+ public:
+  explicit XlaExecutor(ffi::ThreadPool pool) : pool_(pool) {}
+
+  void Schedule(std::function<void()> work) override { pool_.Schedule(std::move(work)); }
+
+  int64_t Parallelism() const override {
+    static const int64_t num_cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
+    return std::min(num_cores, pool_.num_threads() + 1);
+  }
+
+ private:
+  ffi::ThreadPool pool_;
+};
+
+std::vector<RowSegment> MakeSegments(const Ints& first, const Ints& rows, const Ints& expert) {
+  std::vector<RowSegment> segments(first.element_count());
+  for (size_t i = 0; i < segments.size(); ++i) {
+    segments[i] = {first.typed_data()[i], rows.typed_data()[i], expert.typed_data()[i]};
+  }
+  return segments;
+}
+
+ffi::Error InvalidArgument(const std::string& op, const std::string& what) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, op + ": " + what);
+}
+
+// x_NK, w_EKM (w_EMK if transpose_w), segments -> y_NM.
+ffi::Error GroupedMatmulHandler(ffi::ThreadPool pool, Floats x, Floats w, Ints first, Ints rows, Ints expert,
+                                ffi::Result<Floats> y, bool transpose_w) {
+  const int64_t num_rows = x.dimensions()[0], inner = x.dimensions()[1], outer = y->dimensions()[1];
+  const int64_t num_experts = w.dimensions()[0];
+  const std::vector<RowSegment> segments = MakeSegments(first, rows, expert);
+  const std::string fault = CheckSegments(segments, num_rows, num_experts);
+  if (!fault.empty()) return InvalidArgument("fef_grouped_matmul", fault);
+  std::vector<const float*> weights(num_experts);
+  for (int64_t e = 0; e < num_experts; ++e) weights[e] = w.typed_data() + e * inner * outer;
+  XlaExecutor executor(pool);
+  ZeroOtherRows(segments, num_rows, outer, y->typed_data());
+  GroupedMatmul(executor, segments, x.typed_data(), inner, weights.data(), transpose_w, y->typed_data(), outer, 0.0f);
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kGroupedMatmul, GroupedMatmulHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Ret<Floats>()
+                           .Attr<bool>("transpose_w"));
+
+// a_NK, b_NM, segments -> c_EKM.
+ffi::Error GroupedOuterHandler(ffi::ThreadPool pool, Floats a, Floats b, Ints first, Ints rows, Ints expert,
+                               ffi::Result<Floats> c) {
+  const int64_t num_experts = c->dimensions()[0], inner = c->dimensions()[1], outer = c->dimensions()[2];
+  const std::vector<RowSegment> segments = MakeSegments(first, rows, expert);
+  const std::string fault = CheckSegments(segments, a.dimensions()[0], num_experts);
+  if (!fault.empty()) return InvalidArgument("fef_grouped_outer", fault);
+  std::vector<float*> outputs(num_experts);
+  for (int64_t e = 0; e < num_experts; ++e) outputs[e] = c->typed_data() + e * inner * outer;
+  XlaExecutor executor(pool);
+  GroupedOuter(executor, segments, a.typed_data(), inner, b.typed_data(), outer, outputs.data(), num_experts);
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kGroupedOuter, GroupedOuterHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Ret<Floats>());
+
+// ---- The pool ----
+//
+// Every pool operation begins with two operands that say where it acts, both run-time values so that a compiled program
+// serves any pool: version (4,) = table, incarnation, counter, microbatch; member (2,) = data-parallel group, rank.
+// `dep` and the returned token are () float32 without a value: they only carry order.
+
+using Token = ffi::BufferR0<ffi::F32>;
+using Scalar = ffi::BufferR0<ffi::S32>;
+
+ffi::Error ToError(const Status& status) {
+  switch (status.code) {
+    case Code::kOk: return ffi::Error::Success();
+    case Code::kInvalidArgument: return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
+    case Code::kStaleVersion: return ffi::Error(ffi::ErrorCode::kNotFound, status.message);
+    case Code::kDeadlineExceeded: return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
+    case Code::kResourceExhausted: return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message);
+    case Code::kPoolClosed: return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+}
+
+// The operands every operation begins with, resolved.
+struct Place {
+  std::shared_ptr<Pool> pool;
+  Domain* domain = nullptr;
+  Version version;
+  int rank = 0;
+
+  Status Resolve(const Ints& version_bits, const Ints& member) {
+    const int32_t* bits = version_bits.typed_data();
+    version = {bits[1], bits[2], bits[3]};
+    rank = member.typed_data()[1];
+    pool = FindPool(version.incarnation);
+    if (pool == nullptr) {
+      return Status::Error(Code::kPoolClosed, "the pool of version " + version.text() + " was closed; open one and publish again");
+    }
+    domain = pool->domain(bits[0], member.typed_data()[0]);
+    if (domain == nullptr || rank < 0 || rank >= domain->shape().members) {
+      return Status::Error(Code::kInvalidArgument, "table " + std::to_string(bits[0]) + " has no group " +
+                                                       std::to_string(member.typed_data()[0]) + ", rank " + std::to_string(rank));
+    }
+    domain->Chaos();
+    return Status::Ok();
+  }
+};
+
+std::vector<int> ExpertsWithRows(const Ints& rows) {
+  std::vector<int> experts;
+  for (size_t e = 0; e < rows.element_count(); ++e) {
+    if (rows.typed_data()[e] > 0) experts.push_back(int(e));
+  }
+  return experts;
+}
+
+std::vector<int> RequestedExperts(const Ints& ids) {
+  std::vector<int> experts;
+  for (size_t i = 0; i < ids.element_count(); ++i) {
+    if (ids.typed_data()[i] >= 0) experts.push_back(ids.typed_data()[i]);
+  }
+  return experts;
+}
+
+Status CheckExperts(const Place& place, const std::vector<int>& experts) {
+  for (int expert : experts) {
+    if (expert >= place.domain->shape().experts) {
+      return Status::Error(Code::kInvalidArgument, "get: table " + place.domain->shape().name + ": expert " + std::to_string(expert) +
+                                                       " is out of range, the table has " + std::to_string(place.domain->shape().experts));
+    }
+  }
+  return Status::Ok();
+}
+
+// Completes `token` when `poll` has an answer, and enters the wait into the ledger.
+ffi::Future AwaitToken(const Place& place, int layer, WaitKind kind, ffi::Result<Token> token,
+                       std::function<std::optional<Status>()> poll, std::function<std::string()> describe) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  float* value = token->typed_data();
+  Await(place.pool, *place.domain, std::move(poll), std::move(describe),
+        [place, layer, kind, value, promise](const Status& status, double waited_us) mutable {
+          *value = 0.0f;
+          if (!status.ok()) return promise.SetError(ToError(status));
+          if (waited_us > 0) place.domain->CountWait(place.version, place.rank, layer, kind, waited_us);
+          promise.SetAvailable();
+        });
+  return future;
+}
+
+ffi::Future Failed(const Status& status) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ToError(status));
+  return future;
+}
+
+// handle (2,) = table, incarnation -> number of the next version, drawn by the first member only; others return 0, so
+// that a sum over members agrees on it.
+ffi::Error TicketHandler(Ints handle, Ints member, ffi::Result<Scalar> ticket) {
+  *ticket->typed_data() = 0;
+  if (member.typed_data()[0] != 0 || member.typed_data()[1] != 0) return ffi::Error::Success();
+  const auto pool = FindPool(handle.typed_data()[1]);
+  if (pool == nullptr || pool->domain(handle.typed_data()[0], 0) == nullptr) {
+    return ToError(Status::Error(Code::kPoolClosed, "publish: the pool was closed; open one and pass it to the step"));
+  }
+  *ticket->typed_data() = pool->NextVersion(handle.typed_data()[0]);
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kTicket, TicketHandler, ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Ret<Scalar>());
+
+// Walks arrays of shape (layers, P/R, ...), num_parts of them for each run of layers, and gives for one block the
+// address and the bytes of each part.
+struct BlockParts {
+  struct Part {
+    char* data;
+    int64_t bytes;  // of one block
+  };
+  std::vector<std::vector<Part>> layers;  // [layer][part], at local 0
+  int64_t per_member = 0;
+
+  template <typename Buffers>
+  Status Collect(Buffers& buffers, size_t num_buffers, int64_t num_parts, const TableShape& table) {
+    per_member = table.blocks_per_member;
+    for (size_t i = 0; i < num_buffers; i += num_parts) {
+      std::vector<std::vector<Part>> run;
+      for (int64_t part = 0; part < num_parts; ++part) {
+        const auto buffer = buffers(i + part);
+        const auto dims = buffer.dimensions();
+        if (dims.size() < 2 || dims[1] != per_member) {
+          return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + ": an array's second dimension is not the " +
+                                                           std::to_string(per_member) + " positions of a member");
+        }
+        run.resize(dims[0]);
+        const int64_t bytes = dims[0] == 0 ? 0 : int64_t(buffer.size_bytes()) / (dims[0] * per_member);
+        for (int64_t layer = 0; layer < dims[0]; ++layer) {
+          run[layer].push_back({static_cast<char*>(buffer.untyped_data()) + layer * per_member * bytes, bytes});
+        }
+      }
+      layers.insert(layers.end(), run.begin(), run.end());
+    }
+    int64_t block_bytes = 0;
+    if (!layers.empty()) {
+      for (const Part& part : layers[0]) block_bytes += part.bytes;
+    }
+    if (int(layers.size()) != table.layers || block_bytes != table.block_bytes()) {
+      return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + " has " + std::to_string(table.layers) + " layers of " +
+                                                       std::to_string(table.block_bytes()) + "-byte blocks, the arrays " +
+                                                       std::to_string(layers.size()) + " of " + std::to_string(block_bytes));
+    }
+    return Status::Ok();
+  }
+};
+
+// arrays, num_parts for each run of layers -> token.
+ffi::Error PublishHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, ffi::RemainingArgs arrays,
+                          ffi::Result<Token> token, int64_t num_parts) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  BlockParts parts;
+  auto array = [&](size_t i) { return arrays.get<ffi::AnyBuffer>(i).value(); };
+  if (Status status = parts.Collect(array, arrays.size(), num_parts, place.domain->shape()); !status.ok()) return ToError(status);
+  XlaExecutor executor(pool);
+  *token->typed_data() = 0.0f;
+  return ToError(place.domain->Publish(
+      place.version, place.rank, run.run_id,
+      [&](int layer, int local, char* block) {
+        for (const BlockParts::Part& part : parts.layers[layer]) {
+          std::memcpy(block, part.data + local * part.bytes, part.bytes);
+          block += part.bytes;
+        }
+      },
+      executor));
+}
+XLA_FFI_DEFINE_HANDLER(kPublish, PublishHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .RemainingArgs()
+                           .Ret<Token>()
+                           .Attr<int64_t>("num_parts"));
+
+// token -> the sums of this member's gradients, in the shapes of PublishHandler's arrays, float32.
+ffi::Error CollectHandler(ffi::ThreadPool pool, Ints version, Ints member, Token, ffi::RemainingRets sums, int64_t num_parts) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  const TableShape& table = place.domain->shape();
+  BlockParts parts;
+  TableShape float_table = table;
+  float_table.elem_bytes = sizeof(float);
+  auto array = [&](size_t i) { return *sums.get<ffi::AnyBuffer>(i).value(); };
+  if (Status status = parts.Collect(array, sums.size(), num_parts, float_table); !status.ok()) return ToError(status);
+  XlaExecutor executor(pool);
+  ParallelFor(executor, int64_t{table.layers} * table.blocks_per_member, [&](int64_t task) {
+    const int layer = int(task / table.blocks_per_member), local = int(task % table.blocks_per_member);
+    const char* sum = reinterpret_cast<const char*>(place.domain->CollectedGradient(place.version, place.rank, layer, local));
+    for (const BlockParts::Part& part : parts.layers[layer]) {
+      if (sum == nullptr) {
+        std::memset(part.data + local * part.bytes, 0, part.bytes);
+      } else {
+        std::memcpy(part.data + local * part.bytes, sum, part.bytes);
+        sum += part.bytes;
+      }
+    }
+  });
+  place.domain->ReleaseGradients(place.version, place.rank);
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kCollect, CollectHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Token>()
+                           .RemainingRets()
+                           .Attr<int64_t>("num_parts"));
+
+// rows_E: experts with rows are wanted -> token, once their homes have published.
+ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints rows, Token, ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
+  const std::vector<int> experts = ExpertsWithRows(rows);
+  if (Status status = CheckExperts(place, experts); !status.ok()) return Failed(status);
+  return AwaitToken(
+      place, *layer.typed_data(), kWaitPublished, token,
+      [domain = place.domain, version = place.version, experts] { return domain->Published(version, experts); },
+      [domain = place.domain, version = place.version] { return domain->DescribeUnpublished(version); });
+}
+XLA_FFI_DEFINE_HANDLER(
+    kAwaitPublished, AwaitPublishedHandler,
+    ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Ints>().Arg<Token>().Ret<Token>());
+
+// -> token, once there is staging for this layer's gradients.
+ffi::Future AwaitStageHandler(Ints version, Ints member, Scalar layer, Token, ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
+  const int layer_index = *layer.typed_data();
+  return AwaitToken(
+      place, layer_index, kWaitStage, token,
+      [domain = place.domain, version = place.version, rank = place.rank, layer_index] {
+        return domain->StageAdmitted(version, rank, layer_index);
+      },
+      [domain = place.domain] { return domain->DescribeStages(); });
+}
+XLA_FFI_DEFINE_HANDLER(kAwaitStage, AwaitStageHandler,
+                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Token>().Ret<Token>());
+
+// Says that this member sends no more -> token, once every member has said so and all sums are made.
+ffi::Future AwaitClosedHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
+  place.domain->CloseVersion(place.version, place.rank);
+  return AwaitToken(
+      place, 0, kWaitClosed, token,
+      [domain = place.domain, version = place.version] { return domain->AllClosed(version); },
+      [domain = place.domain, version = place.version] { return domain->DescribeUnclosed(version); });
+}
+XLA_FFI_DEFINE_HANDLER(kAwaitClosed, AwaitClosedHandler,
+                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
+
+// The forward pass's end of a version: nothing is collected, its slots may be refilled.
+ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  place.domain->CloseVersion(place.version, place.rank);
+  place.domain->ReleaseGradients(place.version, place.rank);
+  *token->typed_data() = 0.0f;
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kRelease, ReleaseHandler,
+                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
+
+// x_ND, rows_E -> y_ND, g_NF, u_NF.
+ffi::Error PooledFfnHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Floats x, Ints rows,
+                            ffi::Result<Floats> y, ffi::Result<Floats> g, ffi::Result<Floats> u) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  XlaExecutor executor(pool);
+  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g->dimensions()[1], rows.typed_data()};
+  return ToError(PooledFfn(*place.domain, executor, place.version, place.rank, *layer.typed_data(), shape,
+                           x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
+}
+XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Scalar>()
+                           .Arg<Token>()
+                           .Arg<Floats>()
+                           .Arg<Ints>()
+                           .Ret<Floats>()
+                           .Ret<Floats>()
+                           .Ret<Floats>());
+
+// dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
+ffi::Error PooledFfnBackwardHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Floats dy,
+                                    Floats x, Floats g, Floats u, Ints rows, ffi::Result<Floats> dx,
+                                    ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  XlaExecutor executor(pool);
+  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g.dimensions()[1], rows.typed_data()};
+  *token->typed_data() = 0.0f;
+  return ToError(PooledFfnBackward(*place.domain, executor, place.version, place.rank, *layer.typed_data(), shape,
+                                   dy.typed_data(), x.typed_data(), g.typed_data(), u.typed_data(), dx->typed_data()));
+}
+XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Scalar>()
+                           .Arg<Token>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Ints>()
+                           .Ret<Floats>()
+                           .Ret<Token>());
+
+// ids (n,), -1 = none -> blocks (n, block_elems).
+ffi::Error GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Ints ids,
+                      ffi::Result<ffi::AnyBuffer> blocks) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  const int64_t bytes = place.domain->shape().block_bytes(), num_ids = int64_t(ids.element_count());
+  if (int64_t(blocks->size_bytes()) != num_ids * bytes) return InvalidArgument("get", "the result does not have the size of the blocks");
+  std::vector<Lease> leases(num_ids);
+  for (int64_t i = 0; i < num_ids; ++i) {
+    const int expert = ids.typed_data()[i];
+    if (expert < 0) continue;
+    if (Status status = place.domain->Read(place.version, place.rank, *layer.typed_data(), expert, &leases[i]); !status.ok()) return ToError(status);
+  }
+  XlaExecutor executor(pool);
+  char* out = static_cast<char*>(blocks->untyped_data());
+  ParallelFor(executor, num_ids, [&](int64_t i) {
+    if (leases[i].block() == nullptr) std::memset(out + i * bytes, 0, bytes);
+    else std::memcpy(out + i * bytes, leases[i].block(), bytes);
+  });
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Scalar>()
+                           .Arg<Token>()
+                           .Arg<Ints>()
+                           .Ret<ffi::AnyBuffer>());
+
+// ids (n,), -1 = none; blocks (n, block_elems) float32 -> token. An expert named twice gets the sum.
+ffi::Error AccumulateHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Ints ids, Floats blocks,
+                             ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  const int64_t elems = place.domain->shape().block_elems;
+  std::vector<int> experts;
+  for (size_t i = 0; i < ids.element_count(); ++i) {
+    const int expert = ids.typed_data()[i];
+    if (expert < 0) continue;
+    float* staged = place.domain->StagedGradient(place.version, place.rank, *layer.typed_data(), expert);
+    if (staged == nullptr) return InvalidArgument("accumulate", "no stage was admitted");
+    const float* block = blocks.typed_data() + i * elems;
+    if (std::find(experts.begin(), experts.end(), expert) == experts.end()) {
+      std::memcpy(staged, block, elems * sizeof(float));
+      experts.push_back(expert);
+    } else {
+      for (int64_t j = 0; j < elems; ++j) staged[j] += block[j];
+    }
+  }
+  XlaExecutor executor(pool);
+  *token->typed_data() = 0.0f;
+  return ToError(place.domain->CloseStage(place.version, place.rank, *layer.typed_data(), experts, executor));
+}
+XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Scalar>()
+                           .Arg<Token>()
+                           .Arg<Ints>()
+                           .Arg<Floats>()
+                           .Ret<Token>());
+
+// A hint: x comes back untouched (the same buffer), and the memory of the blocks is asked for.
+ffi::Error PrefetchHandler(Ints version, Ints member, Scalar layer, Ints ids, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  if (x.untyped_data() != y->untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
+  return ToError(place.domain->Prefetch(place.version, *layer.typed_data(), RequestedExperts(ids)));
+}
+XLA_FFI_DEFINE_HANDLER(
+    kPrefetch, PrefetchHandler,
+    ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Ints>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
+// -> counts (layers, purposes, experts) blocks, waits_us (layers, kinds), of this member under this version.
+ffi::Error LedgerHandler(Ints version, Ints member, Token, ffi::Result<ffi::BufferR3<ffi::S32>> counts,
+                         ffi::Result<ffi::BufferR2<ffi::F32>> waits_us) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  return ToError(place.domain->ReadLedger(place.version, place.rank, counts->typed_data(), waits_us->typed_data()));
+}
+XLA_FFI_DEFINE_HANDLER(kLedger, LedgerHandler,
+                       ffi::Ffi::Bind()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Token>()
+                           .Ret<ffi::BufferR3<ffi::S32>>()
+                           .Ret<ffi::BufferR2<ffi::F32>>());
+
+}  // namespace
+
+struct Registration {
+  const char* target;
+  XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*);
+};
+
+// Ends with an entry of null pointers.
+extern "C" [[gnu::visibility("default")]] const Registration fef_registrations[];
+const Registration fef_registrations[] = {
+    {"fef_grouped_matmul", kGroupedMatmul},
+    {"fef_grouped_outer", kGroupedOuter},
+    {"fef_ticket", kTicket},
+    {"fef_publish", kPublish},
+    {"fef_await_published", kAwaitPublished},
+    {"fef_await_stage", kAwaitStage},
+    {"fef_await_closed", kAwaitClosed},
+    {"fef_pooled_ffn", kPooledFfn},
+    {"fef_pooled_ffn_backward", kPooledFfnBackward},
+    {"fef_get", kGet},
+    {"fef_accumulate", kAccumulate},
+    {"fef_prefetch", kPrefetch},
+    {"fef_collect", kCollect},
+    {"fef_release", kRelease},
+    {"fef_ledger", kLedger},
+    {nullptr, nullptr},
+};
+
+}  // namespace fef

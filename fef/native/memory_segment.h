@@ -1,0 +1,36 @@
+// One contiguous piece of shared memory, owned by one member and mapped by whoever reads it.
+#ifndef FEF_MEMORY_SEGMENT_H_
+#define FEF_MEMORY_SEGMENT_H_
+
+#include <cstddef>
+#include <string>
+
+#include "status.h"
+
+namespace fef {
+
+// A memfd of fixed size, mapped for the life of the object. Freed by the kernel when the last mapping is gone, also
+// after SIGKILL, so nothing is left behind in /dev/shm.
+class MemorySegment {
+ public:
+  MemorySegment() = default;
+  MemorySegment(const MemorySegment&) = delete;
+  MemorySegment& operator=(const MemorySegment&) = delete;
+  ~MemorySegment();
+
+  // Reserves the memory at once: a segment that does not fit is refused here, not by a bus error at the first write.
+  Status Create(const std::string& name, size_t num_bytes);
+
+  char* data() const { return data_; }
+  size_t num_bytes() const { return num_bytes_; }
+  int fd() const { return fd_; }
+
+ private:
+  int fd_ = -1;
+  char* data_ = nullptr;
+  size_t num_bytes_ = 0;
+};
+
+}  // namespace fef
+
+#endif  // FEF_MEMORY_SEGMENT_H_

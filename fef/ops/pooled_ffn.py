@@ -1,0 +1,68 @@
+"""pooled_ffn: the whole expert FFN against weights that stay where they are, in the pool.
+
+    y[rows of e] = (silu(x W_gate_e) * x W_up_e) W_down_e
+
+Worked example, 2 members with one expert each: member 0 has 3 rows of expert 0 and 2 of expert 1, rows_E = [3, 2]. It
+multiplies rows 0-2 with its own memory and rows 3-4 with that of member 1, without a copy. Backward, it multiplies
+with the same memory again, and writes the gradients of both experts into their homes' staging.
+
+Only float32 blocks on a CPU; otherwise `get` and `expert_ffn`, which is also this operation's pure-JAX reference.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fef.ops.publish import TOKEN
+from fef.sharding import member_index
+
+
+@jax.custom_vjp
+def pooled_ffn(
+    version_4: jax.Array, chain: jax.Array, layer: jax.Array, x_ND: jax.Array, rows_E: jax.Array, like_0F: jax.Array
+) -> jax.Array:
+    """Applies each row's expert. Call inside an island.
+
+    Args:
+      version_4: (4,) int32 and
+      chain: () float32, from `publish`.
+      layer: () int32, layer of the table.
+      x_ND: (N, D) float32, rows sorted by expert; rows beyond the sum of rows_E are unused.
+      rows_E: (E,) int32, rows of each expert.
+      like_0F: (0, F) float32, gives the hidden width.
+
+    Returns:
+      y_ND (N, D) float32; unused rows are zero.
+
+    Sharding: per member.
+    Gradient: with respect to x_ND and, through `chain`, to the arrays of the publish behind it. Reverse mode, first
+      order. vmap and jvp are refused by JAX.
+    Raises (when it runs): StaleVersionError, PoolTimeoutError, PoolClosedError, PoolError.
+    """
+    return _forward(version_4, chain, layer, x_ND, rows_E, like_0F)[0]
+
+
+def _forward(version_4, chain, layer, x_ND, rows_E, like_0F):
+    member_2 = member_index()
+    token = jax.ffi.ffi_call("fef_await_published", TOKEN)(version_4, member_2, layer, rows_E, chain)
+    hidden = jax.ShapeDtypeStruct((x_ND.shape[0], like_0F.shape[1]), jnp.float32)
+    results = (jax.ShapeDtypeStruct(x_ND.shape, jnp.float32), hidden, hidden)
+    return jax.ffi.ffi_call("fef_pooled_ffn", results)(version_4, member_2, layer, token, x_ND, rows_E)
+
+
+def _pooled_ffn_fwd(version_4, chain, layer, x_ND, rows_E, like_0F):
+    y_ND, g_NF, u_NF = _forward(version_4, chain, layer, x_ND, rows_E, like_0F)
+    return y_ND, (version_4, layer, x_ND, rows_E, g_NF, u_NF)
+
+
+def _pooled_ffn_bwd(residuals, dy_ND):
+    version_4, layer, x_ND, rows_E, g_NF, u_NF = residuals
+    member_2 = member_index()
+    # The wait hangs on dy, so that a layer asks for staging only when its gradient is there.
+    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, dy_ND[0, 0])
+    results = (jax.ShapeDtypeStruct(x_ND.shape, jnp.float32), TOKEN)
+    call = jax.ffi.ffi_call("fef_pooled_ffn_backward", results, has_side_effect=True)
+    dx_ND, d_chain = call(version_4, member_2, layer, token, dy_ND, x_ND, g_NF, u_NF, rows_E)
+    return None, d_chain, None, dx_ND, None, jnp.zeros((0, g_NF.shape[1]), jnp.float32)
+
+
+pooled_ffn.defvjp(_pooled_ffn_fwd, _pooled_ffn_bwd)

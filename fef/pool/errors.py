@@ -1,0 +1,43 @@
+"""Typed errors of pool operations.
+
+XLA hands a failed operation on as text that starts with the name of its code; `as_pool_error` turns it back into the
+exception type. The text names the operation, table, version, layer, expert and ranks.
+"""
+
+import re
+
+
+class PoolError(RuntimeError):
+    """A pool operation failed."""
+
+
+class StaleVersionError(PoolError):
+    """A block was asked for under a version that is no longer, or was never, held. Publish again."""
+
+
+class PoolTimeoutError(PoolError):
+    """A wait ran into config.pool.deadline_s; the text names what it waited for."""
+
+
+class PoolExhaustedError(PoolError):
+    """No slot is free, or the memory does not fit. Raise config.pool.slots or release a version."""
+
+
+class PoolClosedError(PoolError):
+    """The pool was closed while, or before, it was used."""
+
+
+_TYPES = {
+    "NOT_FOUND": StaleVersionError,
+    "DEADLINE_EXCEEDED": PoolTimeoutError,
+    "RESOURCE_EXHAUSTED": PoolExhaustedError,
+    "FAILED_PRECONDITION": PoolClosedError,
+    "INVALID_ARGUMENT": PoolError,
+}
+_OPERATIONS = r"(?:publish|get|accumulate|collect|ledger|pooled_ffn|table|the pool)\b"
+
+
+def as_pool_error(error: BaseException) -> PoolError | None:
+    """The typed form of an error raised by JAX, or None when no pool operation is behind it."""
+    found = re.search(rf"\b({'|'.join(_TYPES)}): ({_OPERATIONS}[^\n]*)", str(error))
+    return _TYPES[found[1]](found[2]) if found else None

@@ -1,0 +1,121 @@
+"""The pool: its lifetime and its tables."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fef.config import ConfigError, PoolConfig
+from fef.pool import errors, native
+from fef.pool.table import ExpertTable
+
+_ERROR_BYTES = 512
+_open_pools: list["Pool"] = []
+
+
+class Pool:
+    """The members' segments as one address space, for the life of a `with` block.
+
+        with fef.Pool(mesh) as pool:
+            ...
+
+    Inside of the block, layers built with the `pooled` dispatcher find the pool by themselves. Errors of pool
+    operations leave the block as `fef.PoolError` subclasses. At the end every pending operation fails and the
+    memory is freed.
+
+    Args:
+      mesh: the device mesh (`fef.make_mesh`); every device is a member with a segment of its own.
+      config: slots, stages, deadline, transport.
+
+    Raises:
+      ConfigError: a transport that this build does not have.
+      fef.pool.native.NativeError: the native library is not built; says what to do.
+    """
+
+    def __init__(self, mesh: Mesh, config: PoolConfig | None = None):
+        self.mesh = mesh
+        self.config = config or PoolConfig()
+        self.transport = _transport(self.config)
+        self._library = native.library()
+        self._tables: dict[str, int] = {}
+        chaos = int(os.environ.get("FEF_CHAOS", "-1"))
+        self._library.fef_pool_open.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_int64]
+        self.incarnation: int = self._library.fef_pool_open(mesh.shape["data"], self.config.deadline_s, chaos)
+
+    def __enter__(self) -> "Pool":
+        _open_pools.append(self)
+        return self
+
+    def __exit__(self, exc_type: Any, error: BaseException | None, traceback: Any) -> None:
+        _open_pools.remove(self)
+        self.close()
+        typed = None if error is None else errors.as_pool_error(error)
+        if typed is not None:
+            raise typed from error
+
+    def close(self) -> None:
+        """Fails what is pending and frees the memory; closing twice is allowed."""
+        self._library.fef_pool_close(self.incarnation)
+
+    def table(
+        self, name: str, num_layers: int, experts: ExpertTable, shapes: Sequence[tuple], dtype: Any
+    ) -> "np.ndarray":
+        """Makes room for the blocks of some layers.
+
+        Args:
+          name: for messages; a name that exists already gives the same table, whose shape must fit.
+          num_layers: layers that are published together.
+          experts: homes and places of the experts.
+          shapes: the matrices of one block, e.g. ((D, F), (D, F), (F, D)).
+          dtype: how a block is stored, float32 or bfloat16.
+
+        Returns:
+          handle (2,) int32 for `fef.ops.publish`: the table's number and the pool's incarnation.
+
+        Raises:
+          PoolExhaustedError: the memory does not fit; names the bytes asked for.
+        """
+        elems = sum(int(np.prod(shape)) for shape in shapes)
+        key = f"{name}:{num_layers}x{experts.num_experts}x{elems}x{jnp.dtype(dtype).name}"
+        if key not in self._tables:
+            self._tables[key] = self._add_table(name, num_layers, experts, elems, jnp.dtype(dtype).itemsize)
+        return np.array([self._tables[key], self.incarnation], np.int32)
+
+    def _add_table(self, name: str, num_layers: int, experts: ExpertTable, block_elems: int, elem_bytes: int) -> int:
+        ints = ctypes.POINTER(ctypes.c_int32)
+        number = ctypes.c_int32()
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        home_E, local_E = experts.home_E, experts.local_E
+        failed = self._library.fef_pool_add_table(
+            ctypes.c_int32(self.incarnation), name.encode(), num_layers, experts.num_experts, experts.num_members,
+            home_E.ctypes.data_as(ints), local_E.ctypes.data_as(ints), experts.per_member,
+            ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages,
+            ctypes.byref(number), error, _ERROR_BYTES,
+        )  # fmt: skip
+        if failed:
+            raise errors.PoolExhaustedError(error.value.decode())
+        return number.value
+
+
+def current() -> Pool:
+    """The innermost open pool.
+
+    Raises:
+      PoolClosedError: outside of a `with fef.Pool(mesh)` block.
+    """
+    if not _open_pools:
+        raise errors.PoolClosedError(
+            "the pooled dispatcher needs an open pool: run this inside `with fef.Pool(mesh) as pool:`"
+        )
+    return _open_pools[-1]
+
+
+def _transport(config: PoolConfig) -> str:
+    name = os.environ.get("FEF_TRANSPORT", config.transport)
+    if name not in ("auto", "local"):
+        raise ConfigError("pool.transport", name, "this build moves blocks within one process only; use auto or local")
+    return "local"

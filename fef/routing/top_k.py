@@ -1,0 +1,86 @@
+"""Top-k token choice: each token visits the K experts to which a softmax gate gives the highest probability.
+
+    p = softmax(x W_gate) over all E experts,  weights = p of the K best, divided by their sum if `renormalise`
+
+Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017 (top-k gating); Jiang et al., "Mixtral of Experts",
+2024, section 2.1 (renormalised; softmax over the K best logits is the same thing); Muennighoff et al., "OLMoE", 2024
+(not renormalised).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fef.config import knob
+from fef.routing import ROUTERS, Assignment, RouterContext
+from fef.routing.capacity import within_capacity
+from fef.routing.gate import check_choices, count_by_expert, gate_entropy, gate_logits, init_gate, token_choice
+from fef.routing.losses import aux_loss_share
+
+
+@ROUTERS.register("top_k")
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Top-k token choice with a softmax gate; dropless unless `capacity_factor` is set.
+
+    Raises:
+      ConfigError: K outside [1, E] or an option out of range.
+    """
+
+    @dataclasses.dataclass(unsafe_hash=True)  # so that a router can be a static argument
+    class Options:
+        renormalise: bool = knob(
+            True, "model", "divide a token's K weights by their sum; no effect at K = 1, where the gate would not learn"
+        )
+        balance_coef: float = knob(0.01, "model", "factor of the load-balance loss", ge=0)
+        z_coef: float = knob(0.001, "model", "factor of the router z-loss", ge=0)
+        capacity_factor: float = knob(
+            0.0, "model", "in training an expert takes this times K*S/E tokens of a sequence; 0 drops none", ge=0
+        )
+
+    causal = True
+
+    num_experts: int
+    num_choices: int
+    options: Options = dataclasses.field(default_factory=Options)
+
+    def __post_init__(self) -> None:
+        check_choices(self.num_experts, self.num_choices, self.options)
+
+    @property
+    def equivariant(self) -> bool:
+        return not self.options.capacity_factor
+
+    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
+        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
+
+    def init_state(self) -> Any:
+        return {}
+
+    def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
+        options, num_choices = self.options, self.num_choices
+        logits_BSE = gate_logits(params["gate_DE"], x_BSD)
+        _, expert_BSK = jax.lax.top_k(logits_BSE, num_choices)
+        weight_BSK = jnp.take_along_axis(jax.nn.softmax(logits_BSE), expert_BSK, axis=-1)
+        if options.renormalise and num_choices > 1:
+            weight_BSK /= weight_BSK.sum(-1, keepdims=True)
+
+        claims_BSK = jnp.broadcast_to(ctx.mask_BS[..., None], expert_BSK.shape)
+        kept_BSK = claims_BSK
+        if ctx.train and options.capacity_factor:
+            kept_BSK = within_capacity(expert_BSK, claims_BSK, self.num_experts, options.capacity_factor)
+
+        load_E = count_by_expert(expert_BSK, claims_BSK, self.num_experts)
+        aux_loss = aux_loss_share(logits_BSE, load_E, ctx, balance_coef=options.balance_coef, z_coef=options.z_coef)
+        assignment = token_choice(
+            expert_BSK,
+            weight_BSK,
+            kept_BSK,
+            ctx.mask_BS,
+            num_experts=self.num_experts,
+            entropy_BS=gate_entropy(logits_BSE),
+            aux_loss=aux_loss,
+        )
+        return assignment, ctx.state

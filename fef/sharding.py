@@ -1,0 +1,51 @@
+"""The device mesh and what lives where on it. The only file that makes a mesh.
+
+Axes ('data', 'expert'): tokens are sharded over both, experts over 'expert' (R members, replicated over 'data'),
+everything else is replicated.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "expert")
+TOKENS = PartitionSpec(AXES)  # the leading dimension (batch, or one entry per member) over all devices
+EXPERTS = PartitionSpec("expert")  # the leading dimension (expert positions) over the members
+REPLICATED = PartitionSpec()
+
+
+def make_mesh(devices: int, data: int = 1) -> Mesh:
+    """A (data, devices / data) mesh of the first `devices` devices.
+
+    Raises:
+      ValueError: fewer devices exist, or data does not divide devices.
+    """
+    if devices % data:
+        raise ValueError(f"config.mesh.data={data} must divide config.mesh.devices={devices}")
+    if devices > jax.device_count():
+        raise ValueError(f"config.mesh.devices={devices}, but JAX has {jax.device_count()}; lower it or start JAX with more")
+    return jax.make_mesh(
+        (data, devices // data), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:devices]
+    )
+
+
+def num_members(mesh: Mesh) -> int:
+    """R, the size of the expert axis."""
+    return mesh.shape["expert"]
+
+
+def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, spec)
+
+
+def island(mesh: Mesh, body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`body` as seen by one member, over both mesh axes."""
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def member_index() -> jax.Array:
+    """Inside an island: (2,) int32, the member's data-parallel group and its rank."""
+    return jnp.stack([jax.lax.axis_index("data"), jax.lax.axis_index("expert")]).astype(jnp.int32)

@@ -1,0 +1,184 @@
+"""Eight imbalance workloads: stored assignments that load the experts and members in known, uneven ways.
+
+They let every dispatcher be tested and timed on the same assignments without training a router first.
+
+| label | name | what is uneven |
+|---|---|---|
+| W0 | balanced | nothing: every expert gets the same number of tokens, from every member |
+| W1 | hot_experts | a quarter of the experts is 16 times as popular as the rest |
+| W2 | hot_rank | the experts homed on one member are 16 times as popular |
+| W3 | spread_hot | one expert of each member is 16 times as popular |
+| W4 | ragged_sources | members hold different numbers of tokens, from all places down to none |
+| W5 | zero_load | half of the experts gets no token, every second member has none |
+| W6 | rotating_hotspot | as W1, but the hot experts move on with every step |
+| W7 | burst | balanced, but every fourth step is as W1 |
+
+Source of the set: the imbalance suite proposed in NVIDIA/Megatron-LM pull request 7488. Numpy only; equal arguments
+give equal arrays. Shape letters: R members, T tokens of a member, N = T*K assignments, E experts, K choices.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fef.pool.table import ExpertTable
+from fef.registry import nearest
+from fef.routing import Assignment
+
+HOT = 16.0  # popularity of a hot expert, that of the others being 1
+BURST_EVERY = 4  # steps
+
+
+def workload(
+    name: str,
+    num_members: int,
+    tokens_per_member: int,
+    num_experts: int,
+    num_choices: int,
+    *,
+    step: int = 0,
+    seed: int = 0,
+) -> Assignment:
+    """The assignments of all members in one training step.
+
+    Args:
+      name: one of WORKLOADS.
+      num_members: R; experts are homed as `fef.pool.table.ExpertTable` does.
+      tokens_per_member: T, places for tokens on each member.
+      num_experts: E.
+      num_choices: K, 1 <= K <= E.
+      step: training step, >= 0; the tokens' choices differ from step to step, the popularity only in W6 and W7.
+      seed: seed of the hot experts and of the choices.
+
+    Returns:
+      An Assignment of numpy arrays with a leading member axis: (R, N) token_N, expert_N, weight_N (positive, summing
+      to 1 over the choices of a valid token), valid_N; (R,) aux_loss of 0; metrics likewise. Member r's own is
+      `jax.tree.map(lambda leaf: leaf[r], assignment)`. No token has the same expert twice; no choice is dropped.
+
+    Raises:
+      ValueError: an unknown name, or K outside [1, E].
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}{nearest(name, list(WORKLOADS))}")
+    if not 1 <= num_choices <= num_experts:
+        raise ValueError(f"num_choices={num_choices} must be between 1 and num_experts={num_experts}")
+    popularity_E, num_tokens_R = WORKLOADS[name](num_members, tokens_per_member, num_experts, num_choices, step, seed)
+    random = np.random.default_rng([seed, step])
+    shape = (num_members, tokens_per_member)
+    if np.all((popularity_E == 1) | (popularity_E == 0)):
+        expert_RTK = _take_turns(random, np.flatnonzero(popularity_E), shape, num_choices)
+    else:
+        expert_RTK = _draw(random, popularity_E, shape, num_choices)
+    valid_RT = np.arange(tokens_per_member) < num_tokens_R[:, None]
+    return _assignment(random, expert_RTK, valid_RT, num_experts)
+
+
+def _assignment(
+    random: np.random.Generator, expert_RTK: np.ndarray, valid_RT: np.ndarray, num_experts: int
+) -> Assignment:
+    num_members, num_tokens, num_choices = expert_RTK.shape
+    weight_RTK = random.uniform(0.5, 1.5, expert_RTK.shape)
+    weight_RTK = weight_RTK / weight_RTK.sum(-1, keepdims=True) * valid_RT[..., None]
+    expert_RN = expert_RTK.reshape(num_members, -1).astype(np.int32)
+    valid_RN = np.repeat(valid_RT, num_choices, axis=1)
+    load_RE = np.stack([np.bincount(e[v], minlength=num_experts) for e, v in zip(expert_RN, valid_RN, strict=True)])
+    arrays = {
+        "token_N": np.tile(np.repeat(np.arange(num_tokens, dtype=np.int32), num_choices), (num_members, 1)),
+        "expert_N": expert_RN,
+        "weight_N": weight_RTK.reshape(num_members, -1).astype(np.float32),
+        "valid_N": valid_RN,
+        "aux_loss": np.zeros(num_members, np.float32),
+        "metrics": {
+            "load_E": load_RE.astype(np.int32),
+            "kept_E": load_RE.astype(np.int32),
+            "tokens": valid_RT.sum(1).astype(np.int32),
+            "entropy_sum": np.zeros(num_members, np.float32),
+        },
+    }
+    return Assignment(**arrays, num_choices=num_choices)  # type: ignore[arg-type]
+
+
+def _take_turns(
+    random: np.random.Generator, experts: np.ndarray, shape: tuple[int, int], num_choices: int
+) -> np.ndarray:
+    """(R, T, K): the experts in turn, so that a member's loads differ by at most one; tokens in random order."""
+    num_members, num_tokens = shape
+    turns_TK = np.arange(num_tokens * num_choices).reshape(num_tokens, num_choices)
+    return np.stack([experts[(random.permutation(turns_TK) + r) % len(experts)] for r in range(num_members)])
+
+
+def _draw(
+    random: np.random.Generator, popularity_E: np.ndarray, shape: tuple[int, int], num_choices: int
+) -> np.ndarray:
+    """(R, T, K): draws without replacement in proportion to the popularity (the top K of Gumbel-perturbed logs)."""
+    scores_RTE = np.log(popularity_E) + random.gumbel(size=(*shape, len(popularity_E)))
+    return np.argsort(-scores_RTE, axis=-1)[..., :num_choices]
+
+
+def _popularity(num_experts: int, hot: np.ndarray) -> np.ndarray:
+    popularity_E = np.ones(num_experts)
+    popularity_E[hot] = HOT
+    return popularity_E
+
+
+def _num_hot(num_experts: int) -> int:
+    return -(-num_experts // 4)
+
+
+def _full(num_members: int, num_tokens: int) -> np.ndarray:
+    return np.full(num_members, num_tokens)
+
+
+def _balanced(num_members, num_tokens, num_experts, num_choices, step, seed):
+    return np.ones(num_experts), _full(num_members, num_tokens)
+
+
+def _hot_experts(num_members, num_tokens, num_experts, num_choices, step, seed):
+    hot = np.random.default_rng(seed).permutation(num_experts)[: _num_hot(num_experts)]
+    return _popularity(num_experts, hot), _full(num_members, num_tokens)
+
+
+def _hot_rank(num_members, num_tokens, num_experts, num_choices, step, seed):
+    home_E = ExpertTable(num_experts, num_members).home_E
+    rank = np.random.default_rng(seed).choice(home_E)  # a member that is home to an expert
+    return _popularity(num_experts, np.flatnonzero(home_E == rank)), _full(num_members, num_tokens)
+
+
+def _spread_hot(num_members, num_tokens, num_experts, num_choices, step, seed):
+    _, first_of_each = np.unique(ExpertTable(num_experts, num_members).home_E, return_index=True)
+    return _popularity(num_experts, first_of_each), _full(num_members, num_tokens)
+
+
+def _ragged_sources(num_members, num_tokens, num_experts, num_choices, step, seed):
+    num_tokens_R = num_tokens * np.arange(num_members)[::-1] // max(1, num_members - 1)
+    return np.ones(num_experts), num_tokens_R if num_members > 1 else _full(1, num_tokens // 2)
+
+
+def _zero_load(num_members, num_tokens, num_experts, num_choices, step, seed):
+    used = max(num_choices, num_experts // 2)
+    num_tokens_R = np.where(np.arange(num_members) % 2, 0, num_tokens)
+    return (np.arange(num_experts) < used).astype(float), num_tokens_R
+
+
+def _rotating_hotspot(num_members, num_tokens, num_experts, num_choices, step, seed):
+    num_hot = _num_hot(num_experts)
+    hot = (seed + step * num_hot + np.arange(num_hot)) % num_experts
+    return _popularity(num_experts, hot), _full(num_members, num_tokens)
+
+
+def _burst(num_members, num_tokens, num_experts, num_choices, step, seed):
+    calm = (step + 1) % BURST_EVERY
+    return (_balanced if calm else _hot_experts)(num_members, num_tokens, num_experts, num_choices, step, seed)
+
+
+# name -> (popularity_E, num_tokens_R): how likely an expert is chosen, and how many tokens each member holds
+WORKLOADS: dict[str, Callable[[int, int, int, int, int, int], tuple[np.ndarray, np.ndarray]]] = {
+    "balanced": _balanced,
+    "hot_experts": _hot_experts,
+    "hot_rank": _hot_rank,
+    "spread_hot": _spread_hot,
+    "ragged_sources": _ragged_sources,
+    "zero_load": _zero_load,
+    "rotating_hotspot": _rotating_hotspot,
+    "burst": _burst,
+}
