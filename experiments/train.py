@@ -25,9 +25,9 @@ def main(argv: list[str]) -> None:
     config, values = parse(argv, define, doc=__doc__ or "")
     _silence_libraries()
     startup.prepare(num_devices=config.mesh.devices, malloc=config.run.malloc)
-    from fef import train  # after startup.prepare, so that nothing it imports can start a backend before
+    import fef.train  # after startup.prepare, so that nothing it imports can start a backend before
 
-    train.run(config, values.workdir or f"runs/{pathlib.Path(values.config).stem}", fresh=values.fresh)
+    fef.train.run(config, values.workdir or f"runs/{pathlib.Path(values.config).stem}", fresh=values.fresh)
 
 
 def _silence_libraries() -> None:

@@ -47,10 +47,10 @@ def escape(text: object) -> str:
     return html.escape(str(text).encode("utf-8", "replace").decode())
 
 
-def figure(title: str, body: str, legend: str = "", note: str = "", css: str = "") -> str:
+def figure(title: str, body: str, legend: str = "", note: str = "") -> str:
     """A chart with its title, legend and a note below."""
     note = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<figure class="{css}"><figcaption>{escape(title)}</figcaption>{legend}{body}{note}</figure>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{body}{note}</figure>"
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> str:

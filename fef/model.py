@@ -10,6 +10,7 @@ Normalization", 2019; J. Su et al., "RoFormer", 2021 (rotary positions); J. Ains
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -173,6 +174,15 @@ class Decoder(nnx.Module):
         """The experts of each run that has some, as `Dispatcher.prepare` takes them."""
         return [run.moe.experts for run in self.moe_runs]
 
+    def set_router_state(self, state_L: Any) -> None:
+        """Puts the routers' new states, with a leading axis of MoE layers, in the place of the old ones."""
+        first = 0
+        for run, length in zip(self.runs, self.run_lengths, strict=True):
+            if hasattr(run, "moe"):
+                part = slice(first, first + length) if self.is_scanned else first
+                run.moe.state.set_value(jax.tree.map(lambda a, part=part: a[part], state_L))
+                first += length
+
     def __call__(
         self,
         tokens_BS: jax.Array,
@@ -201,7 +211,7 @@ class Decoder(nnx.Module):
         key = jax.random.key(0) if key is None else key
         if experts is None and self.moe_runs:
             experts = self.moe_runs[0].moe.dispatcher.prepare(self.experts)
-        x_BSD = self.embedding_VD[...][tokens_BS].astype(self.dtype) * self.embedding_VD.shape[1] ** 0.5
+        x_BSD = self.embedding_VD[...][tokens_BS].astype(self.dtype)
         x_BSD = jax.lax.with_sharding_constraint(x_BSD, sharding.named(self.mesh, sharding.TOKENS))
 
         metrics: list[dict[str, Any]] = []
@@ -241,7 +251,7 @@ class Decoder(nnx.Module):
     def _run(self, run: Block, block_fn: Any, x_BSD: jax.Array, own: Any, layers_l: jax.Array, replay_l: Any) -> tuple:
         """Applies one run; its metrics get a leading axis of the run's layers."""
         graph, state = nnx.split(run)
-        apply = functools.partial(block_fn, graph=graph)
+        apply: Callable = functools.partial(block_fn, graph=graph)
         if self.remat != "none":
             apply = jax.checkpoint(apply, policy=_REMAT_POLICIES[self.remat])
         if not self.is_scanned:

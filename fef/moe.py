@@ -19,6 +19,7 @@ from fef.pool.table import ExpertTable
 from fef.registry import scan
 from fef.routing import ROUTERS, Router, RouterContext
 from fef.sharding import AXES, REPLICATED, TOKENS, island
+from fef.testing.traces import replay_assignment
 
 
 class ExpertParam(nnx.Param):
@@ -68,14 +69,14 @@ class MoeLayer(nnx.Module):
         scan("fef.routing")
         scan("fef.dispatch")
         table = ExpertTable(num_experts, sharding.num_members(mesh))
-        if isinstance(router, str):
-            router = ROUTERS.get(router)(num_experts, num_choices)
-        if isinstance(dispatcher, str):
-            dispatcher = DISPATCHERS.get(dispatcher)(mesh, table)
-        dispatcher.check_platform(jax.default_backend())
-        self.router, self.dispatcher, self.mesh = router, dispatcher, mesh
-        self.gate = nnx.Dict({k: nnx.Param(v) for k, v in router.init(rngs.params(), d_model).items()})
-        self.state = RouterState(router.init_state())
+        self.router: Router = ROUTERS.get(router)(num_experts, num_choices) if isinstance(router, str) else router
+        self.dispatcher: Dispatcher = (
+            DISPATCHERS.get(dispatcher)(mesh, table) if isinstance(dispatcher, str) else dispatcher
+        )
+        self.dispatcher.check_platform(jax.default_backend())
+        self.mesh = mesh
+        self.gate = nnx.Dict({k: nnx.Param(v) for k, v in self.router.init(rngs.params(), d_model).items()})
+        self.state = RouterState(self.router.init_state())
         experts = init_experts(rngs.params(), table, d_model, d_expert, init_scale)
         self.w_gate_PDF = ExpertParam(experts.w_gate_PDF)
         self.w_up_PDF = ExpertParam(experts.w_up_PDF)
@@ -139,7 +140,7 @@ class MoeLayer(nnx.Module):
             )
             assignment, state = self.router(gate, x_BSD, ctx)
             if replay is not None:
-                assignment = replay_assignment(assignment, replay)
+                assignment = replay_assignment(assignment, replay, mask_BS)
             y_TD, moved_QP = self.dispatcher(x_BSD.reshape(-1, x_BSD.shape[-1]), assignment, experts, layer)
             counts = dict(assignment.metrics, aux_loss=assignment.aux_loss, moved_QP=moved_QP)
             trace = {name: getattr(assignment, name) for name in ("token_N", "expert_N", "weight_N", "valid_N")}

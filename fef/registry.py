@@ -7,7 +7,7 @@ import pathlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str) -> T:
+    def get(self, name: str) -> Any:
         """Returns the variant, or raises ValueError with the nearest names."""
         if name not in self._table:
             raise ValueError(f"unknown {self.kind} {name!r}{nearest(name, self.names())}")

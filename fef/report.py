@@ -216,8 +216,8 @@ def _smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _window(rows: list[dict]) -> int:
-    """Rows over which noisy curves are averaged: a fiftieth of the run."""
-    return 1 + len(rows) // 50
+    """Rows over which noisy curves are averaged: about a fiftieth of the run, an odd number."""
+    return 1 + 2 * (len(rows) // 100)
 
 
 def _line(name: str, step_N: np.ndarray, y_N: np.ndarray, css: str) -> Series:
@@ -225,7 +225,7 @@ def _line(name: str, step_N: np.ndarray, y_N: np.ndarray, css: str) -> Series:
 
 
 def _noisy(name: str, step_N: np.ndarray, y_N: np.ndarray, window: int) -> list[Series]:
-    """A measured curve: every peak of it as a faint line, and its mean over `window` rows before it."""
+    """A measured curve: a faint line with every peak, and its mean over `window` rows in front."""
     if window == 1:
         return [_line(name, step_N, y_N, "c1")]
     peaks = Series(f"{name}, single steps", *charts.extremes(step_N, y_N, charts.MAX_POINTS), "c1", "faint")
@@ -403,5 +403,12 @@ def _versions_section(summary: dict[str, Any]) -> str:
         return ""
     lines = [["commit", str(summary.get("commit") or DASH)], ["config hash", str(summary.get("config_hash") or DASH)]]
     lines += [[str(name), str(version)] for name, version in (summary.get("versions") or {}).items()]
-    lines += [["changed on resume", str(change)] for change in summary.get("run_fields_changed") or []]
+    lines += [["changed on resume", _change_text(change)] for change in summary.get("run_fields_changed") or []]
     return f"<h2>Versions</h2>{_table(['what', 'value'], lines)}"
+
+
+def _change_text(change: Any) -> str:
+    """A [key, old value, new value] of `fef.config.resume_changes`, read back from JSON, in words."""
+    if isinstance(change, list) and len(change) == 3:
+        return f"{change[0]}: {change[1]!r}, then {change[2]!r}"
+    return str(change)

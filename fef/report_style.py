@@ -88,7 +88,7 @@ text { font-size: 12px; fill: var(--soft); }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
-td + td { overflow-wrap: anywhere; }
+td:nth-child(2), td:nth-child(3) { overflow-wrap: anywhere; }
 .table .note { padding: 0 12px 8px; }
 tr:last-child td { border-bottom: 0; }
 th { color: var(--soft); font-weight: 500; vertical-align: bottom; }

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from fef.config import UserError
+
 AXES = ("data", "expert")
 TOKENS = PartitionSpec(AXES)  # the leading dimension (batch, or one entry per member) over all devices
 EXPERTS = PartitionSpec("expert")  # the leading dimension (expert positions) over the members
@@ -21,12 +23,14 @@ def make_mesh(devices: int, data: int = 1) -> Mesh:
     """A (data, devices / data) mesh of the first `devices` devices.
 
     Raises:
-      ValueError: fewer devices exist, or data does not divide devices.
+      UserError: fewer devices exist, or data does not divide devices.
     """
     if devices % data:
-        raise ValueError(f"config.mesh.data={data} must divide config.mesh.devices={devices}")
+        raise UserError(f"config.mesh.data={data} must divide config.mesh.devices={devices}")
     if devices > jax.device_count():
-        raise ValueError(f"config.mesh.devices={devices}, but JAX has {jax.device_count()}; lower it or start JAX with more")
+        raise UserError(
+            f"config.mesh.devices={devices}, but JAX has {jax.device_count()}; lower it or start JAX with more"
+        )
     return jax.make_mesh(
         (data, devices // data), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:devices]
     )

@@ -59,6 +59,11 @@ def test_a_missing_figure_is_a_dash(nothing):
     assert all(line.endswith("\N{EN DASH}") for line in table.splitlines())
 
 
+def test_a_share_needs_both_numbers():
+    assert lines_of(SUMMARY | {"wait_ms": None})["waiting for experts"] == "\N{EN DASH}"
+    assert lines_of(SUMMARY | {"step_ms": None})["waiting for experts"] == "15.0 ms"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

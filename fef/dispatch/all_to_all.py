@@ -1,8 +1,8 @@
 """all_to_all: tokens travel to the homes of their experts and back, in padded capacity rows.
 
-Each member puts its rows into C slots per position, an all-to-all carries them to the homes, these compute, and a second
-one carries the results back. Nothing is dropped: C is the smallest of a few sizes that holds the largest count of any
-member and expert in this step, one decision for all members.
+Each member puts its rows into C slots per position, an all-to-all carries them to the homes, these compute, and a
+second one carries the results back. Nothing is dropped: C is the smallest of a few sizes that holds the largest count
+of any member and expert in this step, one decision for all members.
 
 Payload per member and layer, forward and backward: 4 (R-1)/R P C D b bytes; 5 instead of 4 in the two largest sizes,
 where the received rows are fetched again rather than kept for the backward pass; 2 more when the layer is recomputed.
@@ -54,10 +54,12 @@ class AllToAll(Dispatcher):
 
         rows_ND = gather_rows(x_TD, assignment, order)
         counts_RL = self._exchange(counts_P.reshape(-1, self.table.per_member))
-        branches = [functools.partial(self._through, capacity) for capacity in sizes]
         kept = [capacity <= _KEPT_FACTOR * num_rows / self.table.num_experts for capacity in sizes]
         policies = [jax.checkpoint_policies.save_only_these_names("received") if k else None for k in kept]
-        branches = [jax.checkpoint(b, policy=policy) for b, policy in zip(branches, policies, strict=True)]
+        branches = [
+            jax.checkpoint(functools.partial(self._through, capacity), policy=policy)
+            for capacity, policy in zip(sizes, policies, strict=True)
+        ]
         rows_ND = jax.lax.switch(choice, branches, rows_ND, counts_P, counts_RL, experts)
         y_TD = combine_rows(rows_ND, assignment, order, num_tokens)
 

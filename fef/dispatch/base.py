@@ -66,6 +66,10 @@ class Dispatcher:
         """
         return runs
 
+    def at_microbatch(self, prepared: Any, index: jax.Array) -> Any:
+        """What `prepare` returned, for the layers of microbatch `index`."""
+        return prepared
+
     def __call__(self, x_TD: jax.Array, assignment: Assignment, experts: Any, layer: jax.Array) -> tuple:
         """Carries out the assignment. Inside the layer's island.
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fef import sharding
+from fef.config import UserError
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher, UnitSizes
 from fef.experts import Experts
@@ -52,9 +53,6 @@ class Published:
     chain_M: jax.Array
     widths: tuple[int, int]
 
-    def at_microbatch(self, index: jax.Array) -> "Published":
-        return dataclasses.replace(self, version_M4=self.version_M4.at[:, 3].set(index))
-
 
 jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M"], ["widths"])
 
@@ -66,7 +64,7 @@ class Pooled(Dispatcher):
     @classmethod
     def check_platform(cls, platform: str) -> None:
         if platform != "cpu":
-            raise ValueError(
+            raise UserError(
                 f"the pooled dispatcher has no handlers for {platform} yet; "
                 "use all_to_all, ragged_all_to_all, all_gather or reference there"
             )
@@ -97,6 +95,9 @@ class Pooled(Dispatcher):
         )
         version_M4, chain_M = run(jnp.asarray(handle_2), *arrays)
         return Published(version_M4, chain_M, (d_model, d_expert))
+
+    def at_microbatch(self, prepared: Published, index: jax.Array) -> Published:
+        return dataclasses.replace(prepared, version_M4=prepared.version_M4.at[:, 3].set(index))
 
     def __call__(self, x_TD: jax.Array, assignment: Assignment, experts: Published, layer: jax.Array) -> tuple:
         order = sort_by_expert(assignment, self.table.num_experts)

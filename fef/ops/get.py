@@ -3,8 +3,8 @@
     get:         (version, chain, layer, ids)  ->  blocks
     accumulate:  (version, layer, ids, d_blocks)  ->  cotangent of the chain, which orders it before collect
 
-Worked example, 2 members, experts 0 and 1: member 0 calls get with ids [1, -1] and receives the block of expert 1 (home:
-member 1) and zeros. In the backward pass the gradient of that block is staged at member 1, and the zeros' is dropped.
+Worked example, 2 members, experts 0 and 1: member 0 calls get with ids [1, -1] and receives the block of expert 1
+(home: member 1) and zeros. In the backward pass the gradient of that block is staged at member 1, the zeros' dropped.
 
 A read has no side effect and may be repeated (remat), merged or dropped by XLA; the version operand makes that safe.
 """

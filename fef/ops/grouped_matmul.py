@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fef.ops.first_order import first_order
 from fef.pool import native
 
 IMPLEMENTATIONS = ("auto", "native", "jax")
@@ -100,8 +101,8 @@ def grouped_matmul(
 
     Sharding: arrays of one member; under a mesh call it inside `jax.shard_map(..., check_vma=False)`.
     Gradient: with respect to x_ND (the same product with the other transposition) and w_EDF (sum over the rows of each
-      expert, exactly zero without rows); reverse mode of any order. Forward mode (jvp) is refused by JAX, since the
-      rule is a `jax.custom_vjp`. vmap runs one call after the other.
+      expert, exactly zero without rows). Reverse mode, first order: forward mode (jvp) is refused by JAX, a second
+      derivative by a NotImplementedError. vmap runs one call after the other.
 
     Raises:
       ValueError: shapes, dtypes or the implementation do not fit; the text names them.
@@ -128,10 +129,6 @@ def _check(x: jax.Array, w: jax.Array, segments: Segments, transpose_w: bool) ->
             )
 
 
-# One product and its gradient with respect to the weights. Each is the derivative of the other, so their rules need no
-# third function and hold for any order.
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _matmul(x: jax.Array, w: jax.Array, segments: Segments, transpose_w: bool, implementation: str) -> jax.Array:
     run = _native_matmul if implementation == "native" else _jax_matmul
@@ -145,32 +142,12 @@ def _matmul_fwd(x: jax.Array, w: jax.Array, segments: Segments, transpose_w: boo
 def _matmul_bwd(transpose_w: bool, implementation: str, residuals: Any, dy: jax.Array) -> Any:
     x, w, segments = residuals
     dx = _matmul(dy, w, segments, not transpose_w, implementation)
-    a, b = (dy, x) if transpose_w else (x, dy)
-    return dx, _outer(a, b, segments, w.shape[0], implementation), None
+    outer = _native_outer if implementation == "native" else _jax_outer
+    dw = outer(dy, x, segments, w.shape[0]) if transpose_w else outer(x, dy, segments, w.shape[0])
+    return *first_order("grouped_matmul", (dx, dw)), None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _outer(a_ND: jax.Array, b_NF: jax.Array, segments: Segments, num_experts: int, implementation: str) -> jax.Array:
-    """c_EDF[e] = sum over the segments of expert e of a_ND[rows].T @ b_NF[rows]."""
-    run = _native_outer if implementation == "native" else _jax_outer
-    return run(a_ND, b_NF, segments, num_experts)
-
-
-def _outer_fwd(a_ND: jax.Array, b_NF: jax.Array, segments: Segments, num_experts: int, implementation: str) -> Any:
-    return _outer(a_ND, b_NF, segments, num_experts, implementation), (a_ND, b_NF, segments)
-
-
-def _outer_bwd(num_experts: int, implementation: str, residuals: Any, dc_EDF: jax.Array) -> Any:
-    a_ND, b_NF, segments = residuals
-    da_ND = _matmul(b_NF, dc_EDF, segments, True, implementation)
-    db_NF = _matmul(a_ND, dc_EDF, segments, False, implementation)
-    return da_ND, db_NF, None
-
-
-_outer.defvjp(_outer_fwd, _outer_bwd)
 
 
 # native
@@ -183,6 +160,7 @@ def _native_matmul(x: jax.Array, w: jax.Array, segments: Segments, transpose_w: 
 
 
 def _native_outer(a_ND: jax.Array, b_NF: jax.Array, segments: Segments, num_experts: int) -> jax.Array:
+    """c_EDF[e] = sum over the segments of expert e of a_ND[rows].T @ b_NF[rows]."""
     result = jax.ShapeDtypeStruct((num_experts, a_ND.shape[1], b_NF.shape[1]), jnp.float32)
     call = jax.ffi.ffi_call("fef_grouped_outer", result, vmap_method="sequential")
     return call(a_ND, b_NF, segments.first_G, segments.rows_G, segments.expert_G)

@@ -13,8 +13,9 @@ Worked example, T = 3 tokens, K = 1, experts 1, 0, 1:
     inverse_N = [1, 0, 2]      assignment 0 stands in sorted row 1, ...
     counts_E  = [1, 2]         expert 0 has row 0, expert 1 has rows 1 and 2
 
-All functions work on the arrays of one member; under a mesh call them inside `jax.shard_map`. Reverse mode of any
-order and vmap are supported; forward mode (jvp) is refused by JAX, since the rules are `jax.custom_vjp`.
+All functions work on the arrays of one member; under a mesh call them inside `jax.shard_map(..., check_vma=False)`.
+Gradients: reverse mode, first order; forward mode (jvp) is refused by JAX, since the rules are `jax.custom_vjp`, and a
+second derivative by a NotImplementedError. vmap is supported.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fef.ops.first_order import first_order
 from fef.routing import Assignment
 
 
@@ -154,7 +156,7 @@ def _gather_fwd(x_TD: jax.Array, assignment: Assignment, order: Order) -> tuple[
 def _gather_bwd(residuals: Any, g_ND: jax.Array) -> Any:
     like_x, assignment, order = residuals
     dx_TD = _sum_per_token(g_ND, None, assignment, order, like_x.shape[0]).astype(like_x.dtype)
-    return dx_TD, None, None
+    return first_order("gather_rows", dx_TD), None, None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -179,7 +181,7 @@ def _combine_bwd(num_tokens: int, residuals: Any, g_TD: jax.Array) -> Any:
     drows_ND = _masked(_sorted_valid(order), g_ND * _take(weight_N, order.order_N)[:, None]).astype(rows_ND.dtype)
     dot_N = jnp.sum(rows_ND.astype(jnp.float32) * g_ND, axis=1)
     dweight_N = jnp.where(assignment.valid_N, _take(dot_N, order.inverse_N), 0.0)
-    return drows_ND, dweight_N, None, None
+    return *first_order("combine_rows", (drows_ND, dweight_N)), None, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

@@ -35,4 +35,5 @@ def read_ledger(
         jax.ShapeDtypeStruct((num_layers, len(WAITS)), jnp.float32),
     )
     call = jax.ffi.ffi_call("fef_ledger", results, has_side_effect=True)
-    return call(version_4, member_index(), jax.lax.stop_gradient(after).astype(jnp.float32))
+    counts_LQE, waits_us_LW = call(version_4, member_index(), jax.lax.stop_gradient(after).astype(jnp.float32))
+    return counts_LQE, waits_us_LW

@@ -303,7 +303,7 @@ class _Bench:
         summed = jax.tree.map(lambda leaf: leaf.sum(0), gradients)
         self.require(
             _close(summed, aux_gradient),
-            "the members' gradients of aux_loss do not add up to the whole gradient; psum must carry none",
+            "the members' gradients of aux_loss do not add up to the whole gradient",
         )
         for r in range(2):
             state = jax.tree.map(lambda leaf, r=r: leaf[r], states)

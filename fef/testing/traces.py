@@ -90,7 +90,7 @@ class TraceWriter:
         Raises:
           ValueError: the arrays do not have this order.
         """
-        arrays = {name: np.asarray(assignments[name], dtype) for name, dtype in ARRAYS.items()}
+        arrays: dict[str, np.ndarray] = {name: np.asarray(assignments[name], dtype) for name, dtype in ARRAYS.items()}
         header, (num_layers, num_places) = self.header, arrays["token_N"].shape
         if num_layers != header.num_layers or num_places % header.batch_size:
             raise ValueError(
@@ -110,12 +110,15 @@ class TraceWriter:
 
         def entries() -> Iterator[tuple[str, np.ndarray]]:
             yield "header", _header_array(self.header)
-            parts = {int(part.stem): part for part in self._parts.glob("[0-9]*.npz")}
-            earlier = Trace(self.path, self.header) if self._kept_from_file else None
-            for step in sorted({*parts, *self._kept_from_file}):
-                arrays = np.load(parts[step]) if step in parts else earlier.step(step)  # type: ignore[union-attr]
-                for name in ARRAYS:
-                    yield f"{step:08}/{name}", arrays[name]
+            if self._kept_from_file:
+                earlier = Trace(self.path, self.header)
+                for step in self._kept_from_file:
+                    yield from ((f"{step:08}/{name}", array) for name, array in earlier.step(step).items())
+            for part in sorted(self._parts.glob("[0-9]*.npz")):
+                if int(part.stem) not in self._kept_from_file:
+                    with np.load(part) as arrays:
+                        for name in ARRAYS:
+                            yield f"{part.stem}/{name}", arrays[name]
 
         _write(self.path, entries())
         shutil.rmtree(self._parts)
@@ -134,16 +137,24 @@ class Trace:
     Args:
       path: a file written by `TraceWriter`.
       header: what the replaying run is.
+      steps: the steps it will ask for.
 
     Raises:
       UserError: not a trace, damaged, or recorded by a run that differs; names the file and both values.
     """
 
-    def __init__(self, path: str | os.PathLike, header: TraceHeader):
+    def __init__(self, path: str | os.PathLike, header: TraceHeader, steps: range = range(0)):
         self.path = pathlib.Path(path)
         _check(self.path, header, _read_header(self.path))
         self._file = np.load(self.path)
         self.steps = sorted({int(key.split("/")[0]) for key in self._file.files if "/" in key})
+        missing = sorted(set(steps) - set(self.steps))
+        if missing:
+            there = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+            raise UserError(
+                f"{self.path}: has {there}, but this run replays steps {steps[0]} to {steps[-1]} and step {missing[0]} "
+                "is missing; record more steps, or set config.train.steps to what is there"
+            )
 
     def step(self, step: int) -> dict[str, np.ndarray]:
         """The arrays (L, N) of one step; along N they can be split over members like the batch's sequences.
@@ -151,13 +162,10 @@ class Trace:
         Raises:
           UserError: the step was not recorded, or is damaged.
         """
-        if step not in self.steps:
-            there = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
-            raise UserError(f"{self.path}: has {there}, but step {step} is to be replayed; record more steps")
         try:
             return {name: self._file[f"{step:08}/{name}"] for name in ARRAYS}
         except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
-            raise UserError(f"{self.path}: step {step} is damaged ({error}); record it again") from error
+            raise UserError(f"{self.path}: step {step} is missing or damaged ({error}); record it again") from error
 
 
 def replay_assignment(live: Assignment, recorded: Mapping[str, jax.Array], mask_BS: jax.Array) -> Assignment:

@@ -1,0 +1,38 @@
+"""Text from a trained model, byte by byte."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fef import data, sharding
+from fef.routing import ROUTERS
+from fef.step import Stepper, TrainState
+
+_TEMPERATURE = 0.8
+
+
+def sample(stepper: Stepper, state: TrainState, num_bytes: int, prompt: bytes = b"\n") -> str:
+    """Draws `num_bytes` bytes after `prompt`, deterministic for config.train.seed.
+
+    The window is the training length; longer text slides through it. Capacity limits do not apply.
+
+    Returns:
+      the text without the prompt, undecodable bytes replaced; or a line saying why there is none.
+    """
+    config = stepper.config
+    if config.moe.every and not ROUTERS.get(config.moe.router).causal:
+        return f"no sample: router {config.moe.router} looks at later tokens"
+    seq_len, rows = config.data.seq_len, stepper.mesh.size
+    place = sharding.named(stepper.mesh, sharding.TOKENS)
+    predict = jax.jit(lambda state, tokens, mask, at: stepper.logits(state, tokens, mask)[0, at, : data.VOCAB_SIZE])
+    rng = np.random.default_rng(config.train.seed)
+    text = list(prompt)
+    for _ in range(num_bytes):
+        window = text[-seq_len:]
+        tokens_S = np.array(window + [0] * (seq_len - len(window)), np.int32)
+        mask_S = np.arange(seq_len) < len(window)
+        tokens_BS, mask_BS = (jax.device_put(np.tile(a, (rows, 1)), place) for a in (tokens_S, mask_S))
+        logits_V = np.asarray(predict(state, tokens_BS, mask_BS, jnp.int32(len(window) - 1)), np.float64)
+        probs_V = np.exp((logits_V - logits_V.max()) / _TEMPERATURE)
+        text.append(int(rng.choice(len(probs_V), p=probs_V / probs_V.sum())))
+    return bytes(text[len(prompt) :]).decode("utf-8", errors="replace")

@@ -1,0 +1,350 @@
+"""A training run: set-up, resume, the loop, evaluation, and what a run leaves in its folder."""
+
+import contextlib
+import importlib.metadata
+import json
+import pathlib
+import platform
+import shutil
+import subprocess
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from tqdm import tqdm
+
+from fef import data, sharding
+from fef.checkpoint import Checkpointer, logical_template, to_logical, to_physical
+from fef.config import Config, ConfigError, UserError, config_hash, resume_changes, to_dict
+from fef.dispatch import DISPATCHERS
+from fef.flops import train_flops_per_token
+from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
+from fef.model import moe_layers
+from fef.pool.ledger import bytes_by_purpose
+from fef.pool.pool import Pool
+from fef.report import write_report
+from fef.sample import sample
+from fef.step import Stepper, TrainState, count_params, is_expert
+from fef.summary import format_summary, start_line
+from fef.testing.traces import Trace, TraceHeader, TraceWriter
+
+_RUN_FILES = "config.json changes.jsonl metrics.jsonl summary.json report.html checkpoints tensorboard".split()
+_SUMMARY_ROWS = 20  # last rows over which the summary averages what fluctuates
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "fef")
+
+
+def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any]:
+    """Trains `config` in `workdir`, continuing what is there; returns the summary.
+
+    Args:
+      config: validated and frozen.
+      workdir: folder of the run, made if absent.
+      fresh: delete an earlier run in the folder and start over.
+
+    Raises:
+      UserError: the run in the folder has another model or other data (names the key and both values); data, mesh,
+        dispatcher or checkpoints cannot be used.
+      PoolError: a pool operation failed; names rank, table, layer, expert and operation.
+    """
+    folder = pathlib.Path(workdir)
+    changes = _open_folder(folder, config, fresh)
+    summary = _finished(folder, config)
+    if summary is not None:
+        print(f"{folder}: finished; --fresh starts over, a larger config.train.steps continues")
+        print(format_summary(summary, folder))
+        return summary
+    _check_platform(config)
+    corpus = data.load_corpus(config.data)
+    for notice in corpus.notices:
+        print(notice)
+    mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
+    with contextlib.ExitStack() as stack:
+        if config.moe.every and config.moe.dispatcher == "pooled":
+            stack.enter_context(Pool(mesh, config.pool))
+        training = Training(config, folder, corpus, mesh, stack)
+        training.resume(changes)
+        training.loop()
+        return training.finish()
+
+
+class Training:
+    """One process's part of a run. Everything that must be closed is entered into `stack`."""
+
+    def __init__(
+        self, config: Config, folder: pathlib.Path, corpus: data.Corpus, mesh: Any, stack: contextlib.ExitStack
+    ):
+        self.config, self.folder, self.corpus, self.mesh = config, folder, corpus, mesh
+        self.stepper = Stepper(config, mesh)
+        self.shardings = self.stepper.shardings()
+        self.tokens_sharding = sharding.named(mesh, sharding.TOKENS)
+        self.checkpointer = stack.enter_context(
+            Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
+        )
+        self.loader = data.make_loader(
+            corpus.train, config.data.seq_len, config.data.batch_size, config.data.seed,
+            jax.process_index(), jax.process_count(),
+        )  # fmt: skip
+        stack.callback(self.loader.close)
+        self.heldout = data.heldout_batches(
+            corpus.heldout, config.data.seq_len, config.data.batch_size, config.train.eval_batches,
+            jax.process_index(), jax.process_count(),
+        )  # fmt: skip
+        self.heldout_loss: float | None = None
+        self.stack = stack
+
+    def resume(self, changes: list) -> None:
+        """Takes up the newest complete checkpoint, or starts at step 0."""
+        step, notices = self.checkpointer.latest()
+        for notice in notices:
+            print(notice)
+        self.writer = JsonlWriter(self.folder / "metrics.jsonl")
+        self.stack.callback(self.writer.close)
+        for notice in self.writer.notices:
+            print(notice)
+        if step is None:
+            self.state = jax.jit(self.stepper.init, out_shardings=self.shardings)()
+        else:
+            self.state = self._restore(step)
+            print(f"continuing at step {step} of {self.config.train.steps}")
+        self.step = step or 0
+        self.writer.truncate_after(self.step)
+        if changes:
+            with contextlib.closing(JsonlWriter(self.folder / "changes.jsonl")) as file:
+                for key, old, new in changes:
+                    print(f"config.{key}: {old!r} -> {new!r}")
+                    file.write({"step": self.step, "key": key, "old": old, "new": new})
+        write_json_atomic(self.folder / "config.json", to_dict(self.config))
+        self.tensorboard = None
+        if self.config.run.tensorboard:
+            self.tensorboard = TensorBoard(self.folder / "tensorboard", resumed_after=step)
+            self.stack.callback(self.tensorboard.close)
+        self.replay, self.record = self._traces()
+        print(self._start_line())
+
+    def _traces(self) -> tuple[Trace | None, TraceWriter | None]:
+        config, routing = self.config, self.config.routing
+        if not (config.moe.every and (routing.replay or routing.record)):
+            return None, None
+        layers = sum(moe_layers(config))
+        moe, batch = config.moe, config.data
+        header = TraceHeader(moe.router, layers, batch.batch_size, batch.seq_len, moe.num_experts, moe.num_choices)
+        replay = Trace(routing.replay, header, range(self.step, config.train.steps)) if routing.replay else None
+        record = self.stack.enter_context(TraceWriter(routing.record, header, self.step)) if routing.record else None
+        return replay, record
+
+    def _restore(self, step: int) -> TrainState:
+        stepper = self.stepper
+        template = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            jax.eval_shape(stepper.init), self.shardings,
+        )  # fmt: skip
+        axis, experts = stepper.expert_axis, self.config.moe.num_experts
+        saved, extra = self.checkpointer.restore(step, logical_template(template, is_expert, experts, axis))
+        if extra["corpus_sha256"] != self.corpus.sha256:
+            raise ConfigError(
+                "data.path", self.config.data.path,
+                f"the text has changed since step {step} (sha256 {extra['corpus_sha256'][:12]} then, "
+                f"{self.corpus.sha256[:12]} now); give the old text, or start over with --fresh",
+            )  # fmt: skip
+        self.loader.set_state(extra["data"])
+        self.heldout_loss = extra["heldout_loss"]
+        place = stepper.table
+        to_positions = lambda tree: to_physical(tree, is_expert, place.position_E, place.num_positions, axis)  # noqa: E731
+        return jax.jit(to_positions, out_shardings=self.shardings)(saved)
+
+    def _save(self) -> None:
+        logical = to_logical(self.state, is_expert, self.stepper.table.position_E, self.stepper.expert_axis)
+        extra = {
+            "data": self.loader.get_state(),
+            "corpus_sha256": self.corpus.sha256,
+            "heldout_loss": self.heldout_loss,
+            "config": to_dict(self.config),
+        }
+        is_evaluated = self.step % self.config.train.eval_every == 0 or self.step == self.config.train.steps
+        self.checkpointer.save(self.step, logical, extra, self.heldout_loss if is_evaluated else None)
+
+    def loop(self) -> None:
+        """Trains up to config.train.steps."""
+        config = self.config
+        if self.step >= config.train.steps:
+            return
+        batch, data_ms = self._next_batch()
+        replay = self._replay()
+        train_step = jax.jit(
+            self.stepper.train_step, donate_argnums=0, out_shardings=(self.shardings, None)
+        ).lower(self.state, batch, replay).compile()  # fmt: skip
+        self._eval_step = jax.jit(self.stepper.eval_step)
+        with tqdm(total=config.train.steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
+            while True:
+                start = time.perf_counter()
+                self.state, metrics = train_step(self.state, batch, replay)
+                metrics = jax.device_get(metrics)
+                step_ms = (time.perf_counter() - start) * 1e3 + data_ms
+                self.step += 1
+                is_last = self.step == config.train.steps
+                row = self._row(metrics, step_ms, data_ms)
+                if self.record:
+                    self.record.append(self.step - 1, metrics["trace"])
+                if self.heldout and (is_last or self.step % config.train.eval_every == 0):
+                    row["heldout_loss"] = self.heldout_loss = self._evaluate()
+                if is_last or self.step % config.train.log_every == 0 or "heldout_loss" in row:
+                    self.writer.write(row)
+                    if self.tensorboard:
+                        self.tensorboard.write(row)
+                bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s", refresh=False)
+                bar.update()
+                if is_last or self.step % config.checkpoint.every == 0:
+                    self._save()
+                for step in self.checkpointer.poll():
+                    bar.write(f"saved step {step}")
+                if is_last:
+                    return
+                batch, data_ms = self._next_batch()
+                replay = self._replay()
+
+    def _next_batch(self) -> tuple[dict[str, jax.Array], float]:
+        start = time.perf_counter()
+        batch = self._to_devices(next(self.loader))
+        return batch, (time.perf_counter() - start) * 1e3
+
+    def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {k: jax.make_array_from_process_local_data(self.tokens_sharding, v) for k, v in batch.items()}
+
+    def _replay(self) -> Any:
+        if self.replay is None:
+            return None
+        along_tokens = sharding.named(self.mesh, PartitionSpec(None, sharding.AXES))
+        return {k: jax.device_put(v, along_tokens) for k, v in self.replay.step(self.step).items()}
+
+    def _evaluate(self) -> float:
+        losses, tokens = zip(
+            *(jax.device_get(self._eval_step(self.state, self._to_devices(batch))) for batch in self.heldout),
+            strict=True,
+        )
+        return float(np.sum(losses) / np.sum(tokens))
+
+    def _row(self, metrics: dict[str, Any], step_ms: float, data_ms: float) -> dict[str, Any]:
+        """The line of metrics.jsonl of the step just done."""
+        row = {
+            "step": self.step,
+            "loss": float(metrics["loss"]),
+            "aux_loss": float(metrics["aux_loss"]),
+            "grad_norm": float(metrics["grad_norm"]),
+            "learning_rate": float(metrics["learning_rate"]),
+            "step_ms": step_ms,
+            "data_ms": data_ms,
+            "tokens": int(metrics["tokens"]),
+            "tokens_per_s": int(metrics["tokens"]) / step_ms * 1e3,
+            "skipped_updates": int(metrics["skipped_updates"]),
+        }
+        if self.stepper.dispatcher is None:
+            return row
+        units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
+        moved = bytes_by_purpose(metrics["moved_MLQP"].sum(0, dtype=np.int64), units)
+        return row | {
+            "wait_ms": float(metrics["waits_us_MLW"].sum((1, 2)).mean()) / 1e3,
+            "bytes": sum(moved.values()),
+            "bytes_by_purpose": moved,
+            **load_metrics(metrics["load_LE"], metrics["kept_LE"]),
+            "entropy": metrics["entropy_L"].tolist(),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Waits for the last checkpoint, writes summary and report, and prints what came out."""
+        for step in self.checkpointer.close():
+            print(f"saved step {step}")
+        summary = self._summary()
+        write_json_atomic(self.folder / "summary.json", summary)
+        if self.config.run.report:
+            write_report(self.folder)
+        print(format_summary(summary, self.folder))
+        if self.config.train.sample_bytes:
+            print(sample(self.stepper, self.state, self.config.train.sample_bytes))
+        return summary
+
+    def _start_line(self) -> str:
+        total, active = count_params(self.state, self.config)
+        return start_line(
+            self.config, platform=jax.default_backend(), hosts=jax.process_count(),
+            corpus_bytes=self.corpus.num_bytes, params_total=total, params_active=active,
+        )  # fmt: skip
+
+    def _summary(self) -> dict[str, Any]:
+        rows, _ = read_jsonl(self.folder / "metrics.jsonl")
+        last = rows[-_SUMMARY_ROWS:]
+        changed, _ = read_jsonl(self.folder / "changes.jsonl") if (self.folder / "changes.jsonl").exists() else ([], [])
+        total, active = count_params(self.state, self.config)
+
+        def median(key: str) -> float | None:
+            values = [row[key] for row in rows if row.get(key) is not None]
+            return float(np.median(values)) if values else None
+
+        def last_mean(key: str) -> Any:
+            values = [row[key] for row in last if row.get(key) is not None]
+            return np.mean(values, axis=0).tolist() if values else None
+
+        bytes_per_step = last_mean("bytes")
+        moved = {p: [row["bytes_by_purpose"][p] for row in last] for p in last[-1].get("bytes_by_purpose", {})}
+        return {
+            "heldout_loss": self.heldout_loss,
+            "train_loss": last_mean("loss"),
+            "tokens_per_s": median("tokens_per_s"),
+            "step_ms": median("step_ms"),
+            "wait_ms": median("wait_ms"),
+            "data_ms": median("data_ms"),
+            "bytes_per_step": None if bytes_per_step is None else round(bytes_per_step),
+            "bytes_by_purpose": {purpose: round(float(np.mean(values))) for purpose, values in moved.items()},
+            "dropped_fraction": last_mean("dropped_fraction"),
+            "max_vio": last_mean("max_vio"),
+            "skipped_updates": last[-1]["skipped_updates"],
+            "steps": self.step,
+            "params_total": total,
+            "params_active": active,
+            "train_flops_per_token": train_flops_per_token(self.config).total,
+            "config_hash": config_hash(self.config),
+            "commit": _commit(),
+            "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES},
+            "run_fields_changed": [[row["key"], row["old"], row["new"]] for row in changed],
+        }
+
+
+def _open_folder(folder: pathlib.Path, config: Config, fresh: bool) -> list:
+    """Makes the run's folder; returns the run fields that differ from those of the run it holds."""
+    if fresh:
+        for name in _RUN_FILES:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be the run's folder: {error.strerror}; choose another --workdir") from error
+    path = folder / "config.json"
+    return resume_changes(json.loads(path.read_text()), config) if path.exists() else []
+
+
+def _finished(folder: pathlib.Path, config: Config) -> dict[str, Any] | None:
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] >= config.train.steps else None
+
+
+def _check_platform(config: Config) -> None:
+    if config.moe.every:
+        DISPATCHERS.get(config.moe.dispatcher).check_platform(jax.default_backend())
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package runs from, with a + when it has changes; None outside of git."""
+    here = pathlib.Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout
+
+    try:
+        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
