@@ -76,7 +76,7 @@ def _bench(d_model: int, d_ff: int, num_experts: int, routing: str) -> list[dict
     assignment, load = _route(rng, num_experts, routing)
     dense_args = (normal(NUM_ROWS, d_model), *(w[0] for w in weights(1)))
     moe_args = (normal(NUM_TOKENS, d_model), assignment.weight_N, *weights(num_experts))
-    runs = {"dense": (_dense_ffn, dense_args)}
+    runs: dict[str, tuple[Callable[..., Any], tuple]] = {"dense": (_dense_ffn, dense_args)}
     runs |= {name: (_moe_ffn(name), (*moe_args, assignment)) for name in _IMPLEMENTATIONS.value}
 
     rows = []

@@ -104,7 +104,7 @@ class Training:
         for notice in self.writer.notices:
             print(notice)
         if step is None:
-            self.state = jax.jit(self.stepper.init, out_shardings=self.shardings)()
+            self.state = jax.device_put(self.stepper.init(), self.shardings)
         else:
             self.state = self._restore(step)
             print(f"continuing at step {step} of {self.config.train.steps}")

@@ -29,4 +29,4 @@ class AllGather(Dispatcher):
         rows_ND = gather_rows(x_TD, assignment, order)
         rows_ND = expert_ffn(rows_ND, gathered, segments_of_counts(self.counts_P(order)), self.matmul)
         y_TD = combine_rows(rows_ND, assignment, order, x_TD.shape[0])
-        return y_TD, self.moved(weights=1, refetch=int(self.rerun), gradients=1)
+        return y_TD.astype(x_TD.dtype), self.moved(weights=1, refetch=int(self.rerun), gradients=1)

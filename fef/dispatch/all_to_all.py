@@ -53,8 +53,8 @@ class AllToAll(Dispatcher):
         choice = jnp.searchsorted(jnp.asarray(sizes), jax.lax.pmax(counts_P.max(), AXES), side="left")
 
         rows_ND = gather_rows(x_TD, assignment, order)
-        counts_RL = self._exchange(counts_P.reshape(-1, self.table.per_member))
-        kept = [capacity <= _KEPT_FACTOR * num_rows / self.table.num_experts for capacity in sizes]
+        counts_RL = _native_all_to_all(counts_P.reshape(-1, self.table.per_member))
+        kept = [capacity <= _size(_KEPT_FACTOR, num_rows, self.table.num_experts) for capacity in sizes]
         policies = [jax.checkpoint_policies.save_only_these_names("received") if k else None for k in kept]
         branches = [
             jax.checkpoint(functools.partial(self._through, capacity), policy=policy)
@@ -64,7 +64,8 @@ class AllToAll(Dispatcher):
         y_TD = combine_rows(rows_ND, assignment, order, num_tokens)
 
         crossings = jnp.asarray([4 if k else 5 for k in kept])[choice] + 2 * self.rerun
-        return y_TD, self.moved(tokens=crossings * jnp.asarray(sizes)[choice], metadata=4)
+        moved_QP = self.moved(tokens=crossings * jnp.asarray(sizes)[choice], metadata=4 * (1 + self.rerun))
+        return y_TD.astype(x_TD.dtype), moved_QP
 
     def _through(self, capacity: int, rows_ND, counts_P, counts_RL, experts: Experts) -> jax.Array:
         """There, through the experts, and back, with C = capacity."""
@@ -85,15 +86,23 @@ class AllToAll(Dispatcher):
     def _exchange(self, x_R: jax.Array) -> jax.Array:
         """Entry r of the result is what member r had at this member's entry."""
         if self.options.form == "native":
-            return jax.lax.all_to_all(x_R, "expert", split_axis=0, concat_axis=0)
+            return _native_all_to_all(x_R)
         return shifted_all_to_all(x_R, "expert")
 
 
 def capacity_sizes(num_rows: int, num_tokens: int, num_experts: int) -> list[int]:
     """The sizes C to choose from, ascending; the last holds every case, as an expert sees a token at most once."""
     largest = min(num_rows, num_tokens)
-    sizes = {min(largest, -(-int(factor * num_rows) // num_experts)) for factor in _FACTORS}
+    sizes = {min(largest, _size(factor, num_rows, num_experts)) for factor in _FACTORS}
     return sorted(sizes | {largest})
+
+
+def _size(factor: float, num_rows: int, num_experts: int) -> int:
+    return -(-int(factor * num_rows) // num_experts)
+
+
+def _native_all_to_all(x_R: jax.Array) -> jax.Array:
+    return jax.lax.all_to_all(x_R, "expert", split_axis=0, concat_axis=0)
 
 
 def shifted_all_to_all(x_R: jax.Array, axis: str) -> jax.Array:

@@ -32,7 +32,7 @@ class Dispatcher:
       matmul: implementation of the grouped matmul, auto, native or jax.
       dtype: compute type of the model.
       rerun: whether the layer is recomputed in the backward pass (remat), which moves some things again.
-      options: the subclass's own `Options`.
+      options: the subclass's own `Options`; None means their defaults.
     """
 
     @dataclasses.dataclass(unsafe_hash=True)
@@ -44,7 +44,11 @@ class Dispatcher:
     matmul: str = "auto"
     dtype: str = "float32"
     rerun: bool = False
-    options: Any = dataclasses.field(default_factory=Options)
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        if self.options is None:
+            object.__setattr__(self, "options", type(self).Options())
 
     @classmethod
     def check_platform(cls, platform: str) -> None:

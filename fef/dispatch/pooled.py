@@ -110,7 +110,7 @@ class Pooled(Dispatcher):
             read = self._read(version_4, chain, layer, order.counts_E, experts.widths)
             rows_ND = expert_ffn(rows_ND, read, segments_of_counts(order.counts_E), self.matmul)
         y_TD = combine_rows(rows_ND, assignment, order, x_TD.shape[0])
-        return y_TD, self.moved()
+        return y_TD.astype(x_TD.dtype), self.moved()
 
     def _read(self, version_4, chain, layer, counts_E, widths: tuple[int, int]) -> Experts:
         """The experts with tokens as arrays, zeros for the others."""

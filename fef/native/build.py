@@ -3,8 +3,12 @@
 Every .cc file of this folder goes into lib/libfef.so, linked against the OpenBLAS of the scipy-openblas32 package.
 The library carries a hash of all that it was made from; when that is still the same, nothing is done.
 
-With --sanitize the result is lib/libfef-<sanitizer>.so, which is loaded in place of the plain one by
-`FEF_SANITIZE=<sanitizer> LD_PRELOAD=$(g++ -print-file-name=lib<asan|tsan>.so) python ...`.
+With --sanitize the result is lib/libfef-<sanitizer>.so, which FEF_SANITIZE=<sanitizer> loads in place of the plain one:
+
+    ASAN_OPTIONS=detect_leaks=0 FEF_SANITIZE=address \\
+    LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" python -m pytest tests/ops
+
+Under `thread`, XLA's own pool, which is not instrumented, is reported too; tests/native checks the core without XLA.
 """
 
 import argparse
@@ -42,7 +46,11 @@ def source_hash(sanitize: str = "") -> str:
     """Hash of the sources, the compiler flags and the versions of what is compiled in or linked."""
     digest = hashlib.sha256(repr(compile_flags(sanitize)).encode())
     for package in ("jaxlib", "scipy-openblas32"):
-        digest.update(f"{package}=={importlib.metadata.version(package)}\n".encode())
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise BuildError(f"the Python package {package} is missing; install fef with its dependencies") from None
+        digest.update(f"{package}=={version}\n".encode())
     for path in sorted([*FOLDER.glob("*.cc"), *FOLDER.glob("*.h")]):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
@@ -152,7 +160,7 @@ def _has_avx2() -> bool:
     except OSError:
         return False
     match = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
-    return bool(match) and {"avx2", "fma", "bmi2", "movbe"} <= set(match.group(1).split())
+    return match is not None and {"avx2", "fma", "bmi2", "movbe"} <= set(match.group(1).split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

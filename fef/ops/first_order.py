@@ -12,9 +12,9 @@ import jax
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def first_order(op: str, gradients: Any) -> Any:
-    """Returns the gradients that a backward rule of `op` has computed; differentiating them is an error."""
-    return gradients
+def first_order(op: str, operands: Any) -> Any:
+    """Returns the float operands of a backward rule of `op` as they are; differentiating them is an error."""
+    return operands
 
 
 @first_order.defjvp

@@ -141,10 +141,11 @@ def _matmul_fwd(x: jax.Array, w: jax.Array, segments: Segments, transpose_w: boo
 
 def _matmul_bwd(transpose_w: bool, implementation: str, residuals: Any, dy: jax.Array) -> Any:
     x, w, segments = residuals
+    x, w, dy = first_order("grouped_matmul", (x, w, dy))
     dx = _matmul(dy, w, segments, not transpose_w, implementation)
     outer = _native_outer if implementation == "native" else _jax_outer
     dw = outer(dy, x, segments, w.shape[0]) if transpose_w else outer(x, dy, segments, w.shape[0])
-    return *first_order("grouped_matmul", (dx, dw)), None
+    return dx, dw, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

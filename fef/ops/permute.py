@@ -155,8 +155,9 @@ def _gather_fwd(x_TD: jax.Array, assignment: Assignment, order: Order) -> tuple[
 
 def _gather_bwd(residuals: Any, g_ND: jax.Array) -> Any:
     like_x, assignment, order = residuals
+    g_ND = first_order("gather_rows", g_ND)
     dx_TD = _sum_per_token(g_ND, None, assignment, order, like_x.shape[0]).astype(like_x.dtype)
-    return first_order("gather_rows", dx_TD), None, None
+    return dx_TD, None, None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -177,11 +178,12 @@ def _combine_fwd(
 
 def _combine_bwd(num_tokens: int, residuals: Any, g_TD: jax.Array) -> Any:
     rows_ND, weight_N, assignment, order = residuals
+    rows_ND, weight_N, g_TD = first_order("combine_rows", (rows_ND, weight_N, g_TD))
     g_ND = _take(g_TD, _take(assignment.token_N, order.order_N))
     drows_ND = _masked(_sorted_valid(order), g_ND * _take(weight_N, order.order_N)[:, None]).astype(rows_ND.dtype)
     dot_N = jnp.sum(rows_ND.astype(jnp.float32) * g_ND, axis=1)
     dweight_N = jnp.where(assignment.valid_N, _take(dot_N, order.inverse_N), 0.0)
-    return *first_order("combine_rows", (drows_ND, dweight_N)), None, None
+    return drows_ND, dweight_N, None, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

@@ -7,7 +7,6 @@ import threading
 
 from fef.native import build
 
-REMEDY = "run `python -m fef.native.build`"
 _lock = threading.Lock()  # functools.cache alone would let two threads load and register at the same time
 
 
@@ -38,16 +37,18 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def _load() -> ctypes.CDLL:
-    path = build.library_path(_sanitize())
-    built = build.built_hash(_sanitize())
+    sanitize = _sanitize()
+    remedy = "run `python -m fef.native.build" + (f" --sanitize={sanitize}`" if sanitize else "`")
+    path = build.library_path(sanitize)
+    built = build.built_hash(sanitize)
     if built is None:
-        raise NativeError(f"{path} is not built; {REMEDY}")
-    if built != build.source_hash(_sanitize()):
-        raise NativeError(f"{path} is stale: it was built from other sources, flags or versions; {REMEDY}")
+        raise NativeError(f"{path} is not built; {remedy}")
+    if built != build.source_hash(sanitize):
+        raise NativeError(f"{path} is stale: it was built from other sources, flags or versions; {remedy}")
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeError(f"{path} cannot be loaded ({error}); remove it and {REMEDY}") from error
+        raise NativeError(f"{path} cannot be loaded ({error}); remove it and {remedy}") from error
     _register(lib)
     return lib
 

@@ -31,7 +31,7 @@ def check_router(router: Any, *, d_model: int = 16, seq_len: int = 8, seed: int 
     parameters, one expert, only padding, jit = eager, and jax.checkpoint inside lax.scan.
 
     Args:
-      router: the router to check; small E and K keep it fast.
+      router: the router to check; a few experts suffice, a power of two makes uniform probabilities exact.
       d_model: D of the inputs.
       seq_len: S of the inputs, >= 4.
       seed: seed of the inputs.
@@ -43,10 +43,11 @@ def check_router(router: Any, *, d_model: int = 16, seq_len: int = 8, seed: int 
     bench.check_declaration()
     for train in (False, True):
         bench.train = train
-        bench.check_form()
-        bench.check_padding()
+        bench.check_shapes()
+        bench.check_values()
         bench.check_sequences()
         bench.check_order()
+        bench.check_padding()
     bench.check_eager()
     bench.check_float32()
     bench.check_gradients()
@@ -122,12 +123,7 @@ class _Bench:
         params = self.params if params is None else params
         state = self.state if state is None else state
         key = self.key if key is None else key
-        try:
-            gradient, outcome = self._compiled(params, inputs, state, key, weights, aux, train=self.train)
-        except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
-            raise AssertionError(
-                f"{self.name}: cannot be compiled; shapes and branches must not depend on values: {error}"
-            ) from error
+        gradient, outcome = self._compiled(params, inputs, state, key, weights, aux, train=self.train)
         return gradient, *outcome
 
     def route(self, inputs: _Inputs, **changed: Any) -> Assignment:
@@ -136,13 +132,10 @@ class _Bench:
     def gradient(self, inputs: _Inputs, **changed: Any) -> Any:
         return self.run(inputs, **changed)[0]
 
-    @property
-    def name(self) -> str:
-        return type(self.router).__name__
-
     def require(self, is_kept: Any, broken: str) -> None:
         if not is_kept:
-            raise AssertionError(f"{self.name} ({'training' if self.train else 'evaluation'}): {broken}")
+            mode = "training" if self.train else "evaluation"
+            raise AssertionError(f"{type(self.router).__name__} ({mode}): {broken}")
 
     def table(self, assignment: Assignment) -> np.ndarray:
         """(T, E) float32, the weight of each pair that is carried out and NaN elsewhere, whatever the places' order."""
@@ -162,59 +155,71 @@ class _Bench:
             self.require(leaf.dtype == jnp.float32, f"parameters must be float32, got {leaf.dtype}")
             self.require(np.isfinite(leaf).all(), "init gives parameters that are not finite")
 
-    def check_form(self) -> None:
+    def check_shapes(self) -> None:
+        """What can be known without computing: shapes, dtypes, the structure of metrics and state."""
+        route = functools.partial(self._route, train=self.train)
+        try:
+            assignment, state = jax.eval_shape(route, self.params, self.inputs, self.state, self.key)
+        except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
+            cause = str(error).splitlines()[0]
+            self.require(False, f"cannot be compiled; shapes and branches must not depend on values: {cause}")
+        num_places = (assignment.token_N.size,)
+        num_experts = (self.router.num_experts,)
+        expected: dict[str, tuple[tuple[int, ...], Any]] = {
+            "token_N": (num_places, jnp.int32),
+            "expert_N": (num_places, jnp.int32),
+            "weight_N": (num_places, jnp.float32),
+            "valid_N": (num_places, jnp.bool_),
+            "aux_loss": ((), jnp.float32),
+        }
+        counts = {"load_E": num_experts, "kept_E": num_experts, "tokens": (), "entropy_sum": ()}
+        missing = set(counts) - set(assignment.metrics)
+        self.require(not missing, f"metrics lack {', '.join(sorted(missing))}")
+        arrays = {name: (getattr(assignment, name), *form) for name, form in expected.items()}
+        for name, shape in counts.items():
+            dtype = jnp.float32 if name == "entropy_sum" else jnp.int32
+            arrays[f"metrics[{name!r}]"] = (assignment.metrics[name], shape, dtype)
+        for name, (array, shape, dtype) in arrays.items():
+            self.require(array.shape == shape, f"{name} must have shape {shape}, got {array.shape}")
+            self.require(array.dtype == dtype, f"{name} must be {dtype.__name__}, got {array.dtype}")
+        if assignment.num_choices is not None:
+            self.require(assignment.num_choices == self.router.num_choices, "num_choices must be the router's, or None")
+        self.require(
+            jax.tree.map(_shape_dtype, state) == jax.tree.map(_shape_dtype, self.state),
+            "the returned state must have the structure, shapes and dtypes of init_state()",
+        )
+
+    def check_values(self) -> None:
         x_BSD = self.inputs.x_BSD
         identical = dataclasses.replace(self.inputs, x_BSD=np.broadcast_to(x_BSD[:1, :1], x_BSD.shape))
         for what, case in {"random": self.inputs, "identical": identical, "only padding": self.empty}.items():
-            _, assignment, state = self.run(case)
-            self._check_arrays(assignment, case, what)
+            assignment = self.route(case)
+            self._check_places(assignment, case, what)
             self._check_metrics(assignment, case, what)
-            self.require(
-                jax.tree.map(_shape_dtype, state) == jax.tree.map(_shape_dtype, self.state),
-                "the returned state must have the structure, shapes and dtypes of init_state()",
-            )
 
-    def _check_arrays(self, assignment: Assignment, inputs: _Inputs, what: str) -> None:
-        num_tokens, num_choices = inputs.mask_BS.size, assignment.num_choices
-        num_places = assignment.token_N.size
-        dtypes = {"token_N": jnp.int32, "expert_N": jnp.int32, "weight_N": jnp.float32, "valid_N": jnp.bool_}
-        for name, dtype in dtypes.items():
-            array = getattr(assignment, name)
-            self.require(array.shape == (num_places,), f"{name} must have shape (N,), got {array.shape}")
-            self.require(array.dtype == dtype, f"{name} must be {dtype.__name__}, got {array.dtype}")
-        aux_loss = assignment.aux_loss
-        self.require(aux_loss.shape == () and aux_loss.dtype == jnp.float32, "aux_loss must be () float32")
+    def _check_places(self, assignment: Assignment, inputs: _Inputs, what: str) -> None:
+        num_tokens, num_choices, aux_loss = inputs.mask_BS.size, assignment.num_choices, assignment.aux_loss
+        token_N, expert_N, valid_N = map(np.asarray, (assignment.token_N, assignment.expert_N, assignment.valid_N))
         self.require(np.isfinite(aux_loss), f"aux_loss is {aux_loss} ({what} tokens)")
         self.require(np.isfinite(assignment.weight_N).all(), f"weight_N is not finite ({what} tokens)")
-        token_N, expert_N, valid_N = (
-            np.asarray(a) for a in (assignment.token_N, assignment.expert_N, assignment.valid_N)
-        )
         self.require(((token_N >= 0) & (token_N < num_tokens)).all(), "token_N outside [0, T)")
         self.require(((expert_N >= 0) & (expert_N < self.router.num_experts)).all(), "expert_N outside [0, E)")
         if num_choices is not None:
-            self.require(num_choices == self.router.num_choices, "num_choices must be the router's, or None")
             ordered = np.array_equal(token_N, np.repeat(np.arange(num_tokens), num_choices))
             self.require(ordered, "with num_choices set, token_N must be [0]*K + [1]*K + ...; set num_choices=None")
-        mask_T = np.asarray(inputs.mask_BS).reshape(-1)
-        self.require(not valid_N[~mask_T[token_N]].any(), f"valid_N is True for a padding token ({what} tokens)")
+        on_padding = valid_N & ~inputs.mask_BS.reshape(-1)[token_N]
+        self.require(not on_padding.any(), f"valid_N is True for a padding token ({what} tokens)")
         pairs = np.stack([token_N, expert_N], 1)[valid_N]
         self.require(len(np.unique(pairs, axis=0)) == len(pairs), f"a token has the same expert twice ({what} tokens)")
 
     def _check_metrics(self, assignment: Assignment, inputs: _Inputs, what: str) -> None:
-        metrics, num_experts = assignment.metrics, self.router.num_experts
-        missing = {"load_E", "kept_E", "tokens", "entropy_sum"} - set(metrics)
-        self.require(not missing, f"metrics lack {', '.join(sorted(missing))}")
-        for name in ("load_E", "kept_E"):
-            self.require(metrics[name].shape == (num_experts,), f"metrics[{name!r}] must have shape (E,)")
-            self.require(metrics[name].dtype == jnp.int32, f"metrics[{name!r}] must be int32")
+        metrics, num_experts, tokens = assignment.metrics, self.router.num_experts, int(inputs.mask_BS.sum())
         kept_E = np.bincount(assignment.expert_N[assignment.valid_N], minlength=num_experts)
-        tokens = int(inputs.mask_BS.sum())
         self.require(np.array_equal(metrics["kept_E"], kept_E), f"metrics['kept_E'] must count valid_N ({what} tokens)")
         self.require((metrics["load_E"] >= kept_E).all(), "metrics['load_E'] is below kept_E")
         self.require(metrics["tokens"] == tokens, "metrics['tokens'] must count the unmasked tokens")
         if assignment.num_choices is not None:
-            total = int(metrics["load_E"].sum())
-            expected = tokens * assignment.num_choices
+            total, expected = int(metrics["load_E"].sum()), tokens * assignment.num_choices
             self.require(total == expected, f"metrics['load_E'] sums to {total}, not to tokens * K = {expected}")
         most = tokens * np.log(num_experts) * (1 + 1e-5) + 1e-5
         is_entropy = -1e-5 <= float(metrics["entropy_sum"]) <= most
@@ -310,17 +315,17 @@ class _Bench:
             self.require(_close(state, whole_state), "the new state depends on the number of members; psum the counts")
 
     def check_gradients(self) -> None:
+        zeros = jax.tree.map(jnp.zeros_like, self.params)
+        gradient, at_zero, _ = self.run(self.inputs, params=zeros)
+        self.require(np.isfinite(at_zero.aux_loss), "aux_loss is not finite at zero parameters")
+        self.require(np.isfinite(at_zero.weight_N).all(), "weight_N is not finite at zero parameters")
+        self.require(_finite(gradient), "the gradient is not finite at zero parameters")
+
         gradient = self.gradient(self.inputs)
         self.require(_finite(gradient), "the gradient is not finite")
         edited = self.gradient(self.inputs.edited(~self.inputs.mask_BS))
         self.require(_close(gradient, edited), "the content of padding changes the gradient")
-        zeros = jax.tree.map(jnp.zeros_like, self.params)
-        self.require(_close(self.gradient(self.empty), zeros), "a batch of padding has a gradient")
-
-        at_zero = self.route(self.inputs, params=zeros)
-        self.require(np.isfinite(at_zero.aux_loss), "aux_loss is not finite at zero parameters")
-        self.require(np.isfinite(at_zero.weight_N).all(), "weight_N is not finite at zero parameters")
-        self.require(_finite(self.gradient(self.inputs, params=zeros)), "the gradient is not finite at zero parameters")
+        self.require(_close(self.gradient(self.empty), zeros), "a batch of padding must have a zero gradient")
 
         if self.router.num_experts > 1:
             for path, leaf in jax.tree_util.tree_leaves_with_path(self.gradient(self.inputs, aux=0.0)):
@@ -333,7 +338,8 @@ class _Bench:
         except ValueError:
             return  # refused in one line
         bench = _Bench(single, self.d_model, self.inputs.mask_BS.shape[1], seed=1)
-        bench.check_form()
+        bench.check_shapes()
+        bench.check_values()
         bench.require(_finite(bench.gradient(bench.inputs)), "with one expert the gradient is not finite")
 
     def check_transforms(self) -> None:

@@ -63,7 +63,10 @@ class TraceWriter:
         self._parts = pathlib.Path(f"{self.path}.parts")
         self._kept_from_file: list[int] = []
         try:
-            self._resume(first_step) if first_step else shutil.rmtree(self._parts, ignore_errors=True)
+            if first_step:
+                self._resume(first_step)
+            else:
+                shutil.rmtree(self._parts, ignore_errors=True)
             self._parts.mkdir(parents=True, exist_ok=True)
             _write(self._parts / "header.npz", iter([("header", _header_array(header))]))
         except OSError as error:
@@ -89,6 +92,7 @@ class TraceWriter:
 
         Raises:
           ValueError: the arrays do not have this order.
+          UserError: the disk is full or has failed.
         """
         arrays: dict[str, np.ndarray] = {name: np.asarray(assignments[name], dtype) for name, dtype in ARRAYS.items()}
         header, (num_layers, num_places) = self.header, arrays["token_N"].shape
@@ -231,8 +235,12 @@ def _read_header(path: pathlib.Path) -> dict[str, Any]:
 def _write(path: pathlib.Path, entries: Iterator[tuple[str, np.ndarray]]) -> None:
     """Writes an .npz entry by entry, under another name until it is complete."""
     unfinished = pathlib.Path(f"{path}.tmp")
-    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, array in entries:
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
-    os.replace(unfinished, path)
+    try:
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for name, array in entries:
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, array, allow_pickle=False)
+        os.replace(unfinished, path)
+    except OSError as error:
+        cause = error.strerror or error
+        raise UserError(f"{path}: cannot be written: {cause}; free its disk or name another") from error

@@ -1,4 +1,6 @@
-"""Sort, dispatch and combine against a loop over assignments."""
+"""Sort, dispatch and combine against one-hot matrices."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +50,17 @@ def assign_weight(a: Assignment, weight_N) -> Assignment:
     return Assignment(a.token_N, a.expert_N, weight_N, a.valid_N, a.aux_loss, a.metrics, a.num_choices)
 
 
-def loop_moe(x_TD, weight_N, a: Assignment):
-    """The same, one assignment after the other, no sort."""
-    y = jnp.zeros_like(x_TD)
-    for n in range(a.token_N.shape[0]):
-        if a.valid_N[n]:
-            t = int(a.token_N[n])
-            y = y.at[t].add(weight_N[n] * jnp.sin(x_TD[t] * (1.0 + float(a.expert_N[n]))))
-    return y
+def onehot_moe(x_TD, weight_N, a: Assignment):
+    """The same with one-hot matrices, no sort."""
+    of_token_NT = jax.nn.one_hot(a.token_N, T) * a.valid_N[:, None]
+    return of_token_NT.T @ (weight_N[:, None] * jnp.sin(of_token_NT @ x_TD * (1.0 + a.expert_N[:, None])))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def vjp(f, x, weight_N, g, *args):
+    """(y, dx, dweight)"""
+    y, pull_back = jax.vjp(lambda x, w: f(x, w, *args), x, weight_N)
+    return (y, *pull_back(g))
 
 
 def tokens(seed: int = 3):
@@ -92,43 +97,45 @@ def test_sort_of_more_assignments_than_fit_into_packed_keys():
 
 
 @pytest.mark.parametrize("num_choices", [1, 3, None])
-def test_value_and_gradients_equal_a_loop(num_choices):
-    a, x = random_assignment(num_choices), tokens()
-    g = tokens(4)
-    y, pull_back = jax.vjp(jax.jit(lambda x, w: moe(x, w, a)), x, a.weight_N)
-    wanted, loop_pull_back = jax.vjp(lambda x, w: loop_moe(x, w, a), x, a.weight_N)
-    assert_close((y, *pull_back(g)), (wanted, *loop_pull_back(g)))
+def test_value_and_gradients_equal_one_hot_matrices(num_choices):
+    a = random_assignment(num_choices)
+    assert_close(*(vjp(f, tokens(), a.weight_N, tokens(4), a) for f in (moe, onehot_moe)))
 
 
 @pytest.mark.parametrize("num_choices", [2, None])
 def test_invalid_rows_add_exactly_zero(num_choices):
     a = random_assignment(num_choices)
-    order = sort_by_expert(a, E)
+    order = jax.jit(sort_by_expert, static_argnums=1)(a, E)
     is_used = np.arange(a.token_N.shape[0])[:, None] < int(order.counts_E.sum())
-    rows = jnp.asarray(np.random.default_rng(5).normal(size=(a.token_N.shape[0], D)), jnp.float32)
+    rows = np.random.default_rng(5).normal(size=(a.token_N.shape[0], D)).astype(np.float32)
 
-    def run(rows, weight_N, g):
-        y, pull_back = jax.vjp(lambda r, w: combine_rows(r, assign_weight(a, w), order, T), rows, weight_N)
-        return (y, *pull_back(g))
+    def combine(rows, weight_N):
+        return combine_rows(rows, assign_weight(a, weight_N), order, T)
 
-    run = jax.jit(run)
-    spoiled_weight = jnp.where(a.valid_N, a.weight_N, jnp.nan)
-    got = run(jnp.where(is_used, rows, jnp.nan), spoiled_weight, tokens())
-    assert_close(got, run(rows, a.weight_N, tokens()))
+    spoiled = (np.where(is_used, rows, np.nan), np.where(a.valid_N, a.weight_N, np.nan))
+    got = vjp(combine, *spoiled, tokens())
+    assert_close(got, vjp(combine, rows, a.weight_N, tokens()))
     assert not np.any(np.where(is_used, 0.0, got[1])) and not np.any(got[2][~np.asarray(a.valid_N)])
 
-    x = jnp.where(jnp.isin(jnp.arange(T), a.token_N[a.valid_N])[:, None], tokens(), jnp.nan)
-    assert not np.any(np.where(is_used, 0.0, gather_rows(x, a, order)))
-    dx = jax.vjp(lambda x: gather_rows(x, a, order), tokens())[1](jnp.where(is_used, rows, jnp.nan))[0]
-    assert np.all(np.isfinite(dx))
+    used_tokens = np.isin(np.arange(T), np.asarray(a.token_N)[np.asarray(a.valid_N)])[:, None]
+    gathered, dx, _ = vjp(
+        lambda x, _: gather_rows(x, a, order), np.where(used_tokens, tokens(), np.nan), a.weight_N, spoiled[0]
+    )
+    assert np.all(np.isfinite(gathered)) and not np.any(np.where(is_used, 0.0, gathered))
+    assert np.all(np.isfinite(dx)) and not np.any(np.where(used_tokens, 0.0, dx))
 
 
 def test_identity_experts_give_the_input_back():
     a = random_assignment(2, all_valid=True)
     weight_N = jnp.tile(jnp.asarray([0.25, 0.75]), T)
     a, x = assign_weight(a, weight_N), tokens()
-    order = sort_by_expert(a, E)
-    np.testing.assert_allclose(combine_rows(gather_rows(x, a, order), a, order, T), x, rtol=1e-6)
+
+    @jax.jit
+    def run(x):
+        order = sort_by_expert(a, E)
+        return combine_rows(gather_rows(x, a, order), a, order, T)
+
+    np.testing.assert_allclose(run(x), x, rtol=1e-6)
 
 
 def test_token_choice_has_no_scatter():
@@ -140,14 +147,19 @@ def test_token_choice_has_no_scatter():
 @pytest.mark.parametrize("num_choices", [2, None])
 def test_bfloat16(num_choices):
     a, x = random_assignment(num_choices), tokens().astype(jnp.bfloat16)
-    order = sort_by_expert(a, E)
-    rows, gather_back = jax.vjp(lambda x: gather_rows(x, a, order), x)
-    y, combine_back = jax.vjp(lambda r, w: combine_rows(r, assign_weight(a, w), order, T), rows, a.weight_N)
-    drows, dweight = combine_back(y)
-    assert rows.dtype == drows.dtype == gather_back(drows)[0].dtype == jnp.bfloat16
-    assert y.dtype == dweight.dtype == jnp.float32
-    wide = combine_rows(rows.astype(jnp.float32), a, order, T)
-    np.testing.assert_array_equal(y, wide)
+
+    @jax.jit
+    def run(x):
+        order = sort_by_expert(a, E)
+        rows, gather_back = jax.vjp(lambda x: gather_rows(x, a, order), x)
+        y, combine_back = jax.vjp(lambda r, w: combine_rows(r, assign_weight(a, w), order, T), rows, a.weight_N)
+        drows, dweight = combine_back(y)
+        return (rows, drows, *gather_back(drows)), (y, dweight), combine_rows(rows.astype(jnp.float32), a, order, T)
+
+    narrow, wide, of_wide_rows = run(x)
+    assert {array.dtype.name for array in narrow} == {"bfloat16"}
+    assert {array.dtype.name for array in wide} == {"float32"}
+    np.testing.assert_array_equal(wide[0], of_wide_rows)
 
 
 def test_scan_over_layers_with_remat_inside_a_scan_over_microbatches():
@@ -163,10 +175,6 @@ def test_scan_over_layers_with_remat_inside_a_scan_over_microbatches():
 
         return jax.lax.scan(microbatch, 0.0, (x_MTD, weight_MN, assignments))[0]
 
-    def onehot_moe(x, w, a):
-        by_token = jax.nn.one_hot(a.token_N, T) * a.valid_N[:, None]
-        return by_token.T @ (w[:, None] * jnp.sin(by_token @ x * (1.0 + a.expert_N[:, None])))
-
     got, wanted = (
         jax.jit(jax.value_and_grad(lambda x, w, f=f: loss(f, x, w), (0, 1)))(x_MTD, assignments.weight_N)
         for f in (moe, onehot_moe)
@@ -180,10 +188,9 @@ def test_vmap_and_shard_map_over_members():
     x_RTD = jnp.stack([tokens(seed) for seed in range(4)])
 
     def one(x, a):
-        y, pull_back = jax.vjp(lambda x, w: moe(x, w, a), x, a.weight_N)
-        return (y, *pull_back(y))
+        return vjp(moe, x, a.weight_N, x, a)
 
-    alone = jax.tree.map(lambda *r: jnp.stack(r), *[jax.jit(one)(x, a) for x, a in zip(x_RTD, members, strict=True)])
+    alone = jax.tree.map(lambda *r: jnp.stack(r), *[one(x, a) for x, a in zip(x_RTD, members, strict=True)])
     assert_close(jax.jit(jax.vmap(one))(x_RTD, stacked), alone)
     mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     spec = PartitionSpec("expert")
@@ -210,8 +217,13 @@ def test_number_of_choices_that_does_not_fit():
 def test_forward_mode_and_second_derivatives_are_refused():
     a = random_assignment(2)
     order = sort_by_expert(a, E)
-    gather = lambda x: gather_rows(jnp.sin(x), a, order)
-    combine = lambda x: combine_rows(jnp.tile(jnp.sin(x), (2, 1)), a, order, T)
+
+    def gather(x):
+        return gather_rows(jnp.sin(x), a, order)
+
+    def combine(x):
+        return combine_rows(jnp.tile(jnp.sin(x), (2, 1)), a, order, T)
+
     for op, f in (("gather_rows", gather), ("combine_rows", combine)):
         with pytest.raises(TypeError, match="custom_vjp"):
             jax.jvp(f, (tokens(),), (tokens(),))

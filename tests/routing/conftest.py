@@ -9,34 +9,36 @@ import pytest
 from fef.routing import RouterContext
 
 
+def _context(mask_BS, train=True, psum=lambda statistics: statistics):
+    mask_BS = jnp.asarray(mask_BS, bool)
+    return RouterContext(
+        mask_BS=mask_BS,
+        token_ids_BS=jnp.zeros(mask_BS.shape, jnp.int32),
+        layer=jnp.int32(0),
+        step=jnp.int32(0),
+        key=jax.random.key(0),
+        train=train,
+        state={},
+        psum=psum,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _route(router, logits_BSE, mask_BS, train):
+    params = {"gate_DE": jnp.eye(logits_BSE.shape[-1])}
+    return router(params, logits_BSE, _context(mask_BS, train))[0]
+
+
 @pytest.fixture
 def make_context():
-    def make(mask_BS, train=True, psum=lambda statistics: statistics):
-        mask_BS = jnp.asarray(mask_BS, bool)
-        return RouterContext(
-            mask_BS=mask_BS,
-            token_ids_BS=jnp.zeros(mask_BS.shape, jnp.int32),
-            layer=jnp.int32(0),
-            step=jnp.int32(0),
-            key=jax.random.key(0),
-            train=train,
-            state={},
-            psum=psum,
-        )
-
-    return make
+    return _context
 
 
 @pytest.fixture
-def route(make_context):
-    @functools.partial(jax.jit, static_argnums=(0, 4))
-    def compiled(router, params, logits_BSE, mask_BS, train):
-        return router(params, logits_BSE, make_context(mask_BS, train))[0]
-
+def route():
     def run(router, logits_BSE, mask_BS=None, train=True):
         logits_BSE = jnp.asarray(logits_BSE, jnp.float32)
-        mask_BS = jnp.ones(logits_BSE.shape[:2], bool) if mask_BS is None else mask_BS
-        params = {"gate_DE": jnp.eye(logits_BSE.shape[-1])}
-        return compiled(router, params, logits_BSE, jnp.asarray(mask_BS, bool), train)
+        mask_BS = jnp.ones(logits_BSE.shape[:2], bool) if mask_BS is None else jnp.asarray(mask_BS, bool)
+        return _route(router, logits_BSE, mask_BS, train)
 
     return run

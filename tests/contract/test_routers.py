@@ -1,0 +1,73 @@
+"""Every registered routing scheme through the same checks; a new scheme is found by itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fef.config import ConfigError
+from fef.registry import scan
+from fef.routing import ROUTERS, RouterContext
+from fef.routing.switch import Switch
+from fef.routing.top_k import TopK
+from fef.sharding import AXES, REPLICATED, TOKENS, island, make_mesh
+from fef.testing import check_router
+
+scan("fef.routing")
+
+
+def variants():
+    """Each scheme with its defaults (one choice if it refuses two), and those with a capacity also the other way."""
+    for name in ROUTERS:
+        router = ROUTERS.get(name)
+        try:
+            yield name, router(4, 2, router.Options())
+        except ConfigError:
+            yield name, router(4, 1, router.Options())
+    yield "top_k, capacity", TopK(4, 3, TopK.Options(capacity_factor=1.0))
+    yield "switch, dropless", Switch(4, 1, Switch.Options(capacity_factor=0.0))
+
+
+ALL = dict(variants())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_invariants(name):
+    check_router(ALL[name], seq_len=16)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_members_of_a_mesh_add_up_to_one_member(name):
+    """Under jax.shard_map on 2 x 2 devices: assignments, aux_loss, counts and the gate's gradient."""
+    router = ALL[name]  # as in evaluation, where no scheme draws noise
+    random = np.random.default_rng(0)
+    x_BSD = jnp.asarray(random.normal(size=(8, 6, 5)), jnp.float32)
+    mask_BS = jnp.asarray(np.arange(6) < random.integers(0, 7, (8, 1)))
+    factor_TE = jnp.asarray(random.normal(size=(48, 4)), jnp.float32)
+    params = router.init(jax.random.key(0), 5)
+
+    def routed(params, x_BSD, mask_BS, factor_TE, psum):
+        ids = jnp.zeros(mask_BS.shape, jnp.int32)
+        zero = jnp.int32(0)
+        ctx = RouterContext(mask_BS, ids, zero, zero, jax.random.key(1), False, router.init_state(), psum)
+        assignment, _ = router(params, x_BSD, ctx)
+        weights = assignment.weight_N * factor_TE[assignment.token_N, assignment.expert_N]
+        return weights.sum() + assignment.aux_loss, assignment
+
+    def member(params, x_BSD, mask_BS, factor_TE):
+        loss, assignment = routed(params, x_BSD, mask_BS, factor_TE, lambda tree: jax.lax.psum(tree, AXES))
+        counts = jax.tree.map(lambda leaf: leaf[None], (loss, assignment.metrics))
+        return counts, (assignment.expert_N, assignment.weight_N, assignment.valid_N)
+
+    run = island(make_mesh(4, data=2), member, (REPLICATED, TOKENS, TOKENS, TOKENS), (TOKENS, TOKENS))
+
+    def over_members(params):
+        (losses, metrics), arrays = run(params, x_BSD, mask_BS, factor_TE)
+        return losses.sum(), (jax.tree.map(lambda leaf: leaf.sum(0), metrics), arrays)
+
+    def in_one(params):
+        loss, assignment = routed(params, x_BSD, mask_BS, factor_TE, lambda tree: tree)
+        return loss, (assignment.metrics, (assignment.expert_N, assignment.weight_N, assignment.valid_N))
+
+    results = [jax.jit(jax.value_and_grad(f, has_aux=True))(params) for f in (over_members, in_one)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)

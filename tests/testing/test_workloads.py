@@ -1,0 +1,103 @@
+import jax
+import numpy as np
+import pytest
+
+from fef.pool.table import ExpertTable
+from fef.testing.workloads import BURST_EVERY, HOT, WORKLOADS, workload
+
+SHAPES = [(4, 64, 8, 2), (1, 32, 4, 1), (4, 16, 3, 3), (8, 24, 5, 2), (2, 16, 1, 1)]  # R, T, E, K
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_workload_is_a_sound_assignment(name, shape):
+    num_members, num_tokens, num_experts, num_choices = shape
+    assignment = workload(name, *shape, step=3)
+    places = num_tokens * num_choices
+    assert assignment.num_choices == num_choices
+    for r in range(num_members):
+        own = jax.tree.map(lambda leaf, r=r: leaf[r], assignment)
+        assert own.token_N.dtype == own.expert_N.dtype == np.int32
+        assert own.weight_N.dtype == np.float32 and own.valid_N.dtype == np.bool_
+        np.testing.assert_array_equal(own.token_N, np.repeat(np.arange(num_tokens), num_choices))
+        assert own.expert_N.shape == (places,) and own.expert_N.min() >= 0 and own.expert_N.max() < num_experts
+        chosen = np.sort(own.expert_N.reshape(num_tokens, num_choices), axis=1)
+        assert (np.diff(chosen, axis=1) > 0).all(), "a token has an expert twice"
+        weights = own.weight_N.reshape(num_tokens, num_choices).sum(1)
+        np.testing.assert_allclose(weights, own.valid_N[::num_choices], rtol=1e-6)
+        assert (own.weight_N[own.valid_N] > 0).all()
+        load = np.bincount(own.expert_N[own.valid_N], minlength=num_experts)
+        np.testing.assert_array_equal(own.metrics["load_E"], load)
+        np.testing.assert_array_equal(own.metrics["kept_E"], load)
+        assert own.metrics["tokens"] * num_choices == load.sum()
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_reproducible(name):
+    first, second = workload(name, 2, 16, 8, 2, step=5, seed=1), workload(name, 2, 16, 8, 2, step=5, seed=1)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    other = workload(name, 2, 16, 8, 2, step=5, seed=2)
+    assert (first.expert_N != other.expert_N).any()
+
+
+def load(name, **kwargs):
+    return workload(name, 4, 256, 8, 2, **kwargs).metrics["load_E"].sum(0)
+
+
+def hot_set(name, **kwargs):
+    loads = load(name, **kwargs)
+    return set(np.flatnonzero(loads > 1.5 * loads.mean()).tolist())
+
+
+def test_balanced_is_exact_for_every_member():
+    assert (workload("balanced", 4, 64, 8, 2).metrics["load_E"] == 16).all()
+
+
+def test_hot_experts_stay_hot():
+    hot = hot_set("hot_experts")
+    assert len(hot) == 2 and all(hot_set("hot_experts", step=step) == hot for step in range(1, 4))
+    loads = load("hot_experts")
+    assert loads[list(hot)].min() > 0.3 * HOT * np.median(loads)
+
+
+def test_hot_rank_loads_the_experts_of_one_member():
+    for num_experts, num_members in [(8, 4), (6, 4)]:
+        loads = workload("hot_rank", num_members, 512, num_experts, 1).metrics["load_E"].sum(0)
+        home = ExpertTable(num_experts, num_members).home_E
+        by_rank = np.bincount(home, weights=loads, minlength=num_members)
+        rank = int(by_rank.argmax())
+        assert loads[home == rank].min() > 5 * loads[home != rank].max()
+
+
+def test_spread_hot_loads_one_expert_of_each_member():
+    home = ExpertTable(8, 4).home_E
+    assert [home[e] for e in sorted(hot_set("spread_hot"))] == [0, 1, 2, 3]
+
+
+def test_ragged_sources_include_a_full_and_an_empty_member():
+    tokens = workload("ragged_sources", 4, 60, 8, 2).metrics["tokens"]
+    assert tokens.tolist() == [60, 40, 20, 0]
+    assert workload("ragged_sources", 1, 60, 8, 2).metrics["tokens"].tolist() == [30]
+
+
+def test_zero_load_leaves_experts_and_members_without_tokens():
+    assignment = workload("zero_load", 4, 64, 8, 2)
+    assert assignment.metrics["tokens"].tolist() == [64, 0, 64, 0]
+    assert assignment.metrics["load_E"].sum(0).tolist() == [64, 64, 64, 64, 0, 0, 0, 0]
+
+
+def test_rotating_hotspot_moves_on_with_the_step():
+    hot = [hot_set("rotating_hotspot", step=step) for step in range(5)]
+    assert hot[:4] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}] and hot[4] == hot[0]
+
+
+def test_burst_is_skewed_one_step_in_four():
+    skewed = [bool(hot_set("burst", step=step)) for step in range(2 * BURST_EVERY)]
+    assert skewed == [False, False, False, True] * 2
+
+
+def test_unknown_names_and_too_many_choices_are_refused():
+    with pytest.raises(ValueError, match="unknown workload 'hot_expert'; nearest: hot_experts"):
+        workload("hot_expert", 2, 8, 4, 1)
+    with pytest.raises(ValueError, match="num_choices=5 must be between 1 and num_experts=4"):
+        workload("balanced", 2, 8, 4, 5)
