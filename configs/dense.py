@@ -3,7 +3,7 @@
 K experts of width F and the shared ones become one FFN of width (K + shared) * F in every layer; all else is equal.
 
 Command:  scripts/train.sh --config=configs/dense.py
-Hardware: 2 CPU cores, 4 virtual devices.
+Hardware: 2 CPU cores, 4 virtual devices in one process.
 Time:     about that of configs/tiny.py.
 Expected: a held-out loss above that of configs/tiny.py after the same steps on the same data.
 """

@@ -1,7 +1,7 @@
 """Does the path hold at a size where expert weights, not overheads, make the traffic?
 
 Command:  scripts/train.sh --config=configs/small.py
-Hardware: 2 CPU cores, 4 virtual devices; better 8 cores or more.
+Hardware: 2 CPU cores, 4 virtual devices in one process; better 8 cores or more.
 Time:     several times that of configs/tiny.py, by the step.
 Expected: a lower held-out loss than configs/tiny.py after the same steps.
 """

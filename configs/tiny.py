@@ -1,7 +1,9 @@
 """Does the whole path work, and does a small MoE learn?
 
+The defaults of fef/config.py, unchanged. A sparse model beside its dense counterpart: see configs/dense.py.
+
 Command:  scripts/train.sh
-Hardware: 2 CPU cores, 4 virtual devices.
+Hardware: 2 CPU cores, 4 virtual devices in one process.
 Time:     TODO
 Expected: TODO
 """

@@ -69,6 +69,7 @@ def main(argv: list[str]) -> None:
     config = configs[REFERENCE]
     if not config.moe.every:
         raise ConfigError("moe.every", 0, "a dense model has no dispatcher; choose a config with experts")
+    jax.config.update("jax_platforms", "cpu")
     startup.prepare(num_devices=config.mesh.devices, malloc=config.run.malloc)
     for other in configs.values():
         DISPATCHERS.get(other.moe.dispatcher).check_platform(jax.default_backend())
@@ -97,7 +98,6 @@ def _setting(config: Config, words: list[str]) -> dict[str, Any]:
         "devices": config.mesh.devices,
         "members": config.mesh.devices // config.mesh.data,
         "platform": jax.default_backend(),
-        "processes": jax.process_count(),
         "cores": os.cpu_count(),
         "tokens_per_step": config.data.batch_size * config.data.seq_len,
         "seed": config.train.seed,
@@ -117,7 +117,7 @@ class _Trainer:
         assert stepper.dispatcher is not None
         self.units = stepper.dispatcher.units.for_shapes(config.model.d_model, config.moe.d_expert)
         shardings = stepper.shardings()
-        self.state = jax.jit(stepper.init, out_shardings=shardings)()
+        self.state = jax.device_put(stepper.init(), shardings)
         compiled = jax.jit(stepper.train_step, donate_argnums=0, out_shardings=(shardings, None))
         self.train_step = compiled.lower(self.state, batch, None).compile()
         self.losses: list[float] = []
@@ -255,10 +255,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     head = ["dispatcher", f"loss after {first['steps']} steps", "max loss difference", "step ms", "ratio"]
     head += ["moved per step", *_SHOWN, "closed form", "dropped"]
+    versions = f"jax {first['versions']['jax']}, commit {first['commit']}"
     lines = [
         f"`{first['flags']}`, {first['steps']} steps of {first['tokens_per_step']:,} tokens, seed {first['seed']}; "
-        f"{first['platform']}, {first['devices']} virtual devices in {first['processes']} process on "
-        f"{first['cores']} cores; jax {first['versions']['jax']}; commit {first['commit']}.",
+        f"XLA:CPU, {first['devices']} virtual devices in one process on {first['cores']} cores; {versions}.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" + " ---: |" * (len(head) - 1),

@@ -17,6 +17,8 @@ with the fastest dense.
 
 import json
 import os
+import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,45 +26,62 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from experiments.flags import parse_flags, run
 from fef import startup
+from fef.config import UserError
 from fef.ops import permute
-from fef.ops.grouped_matmul import grouped_matmul, segments_of_counts
+from fef.ops.grouped_matmul import grouped_matmul, resolve, segments_of_counts
+from fef.pool.native import NativeError
 from fef.routing import Assignment
-
-_JSON = flags.DEFINE_string("json", "", "write the rows to this file, as a JSON list")
-_IMPLEMENTATIONS = flags.DEFINE_list("implementations", ["native", "jax"], "what is compared with dense")
-_REPEATS = flags.DEFINE_integer("repeats", 9, "timed calls of each, after one that compiles", lower_bound=1)
-_SHAPES = flags.DEFINE_list(
-    "shapes",
-    ["256x512x8", "256x512x16", "256x512x64", "512x1024x8", "512x1024x16", "512x1024x64"],
-    "DxFxE: model width, expert width, experts",
-)
-_ROUTINGS = flags.DEFINE_list("routings", ["random", "skewed"], "random: all experts alike; skewed: see _route")
 
 NUM_TOKENS = 2048
 NUM_CHOICES = 2
 NUM_ROWS = NUM_TOKENS * NUM_CHOICES
 
 
+def define(values: flags.FlagValues) -> None:
+    shapes = ["256x512x8", "256x512x16", "256x512x64", "512x1024x8", "512x1024x16", "512x1024x64"]
+    flags.DEFINE_string("json", "", "write the rows to this file, as a JSON list", flag_values=values)
+    flags.DEFINE_list("implementations", ["native", "jax"], "what is compared with dense", flag_values=values)
+    flags.DEFINE_integer("repeats", 9, "timed calls of each, after one more", lower_bound=1, flag_values=values)
+    flags.DEFINE_list("shapes", shapes, "DxFxE: model width, expert width, experts", flag_values=values)
+    flags.DEFINE_list("routings", ["random", "skewed"], "random: all experts alike; or skewed", flag_values=values)
+
+
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    startup.prepare(num_devices=1)
+    values = parse_flags(argv, define, doc=__doc__ or "")
     jax.config.update("jax_platforms", "cpu")
+    startup.prepare(num_devices=1)
+    try:
+        for name in values.implementations:
+            resolve(name)
+    except (ValueError, NativeError) as error:
+        raise UserError(f"--implementations: {error}") from None
+    shapes = [_shape(text) for text in values.shapes]
+    unknown = set(values.routings) - {"random", "skewed"}
+    if unknown:
+        raise UserError(f"--routings={unknown.pop()}: choose random or skewed")
     rows = []
-    for shape in _SHAPES.value:
-        d_model, d_ff, num_experts = (int(number) for number in shape.split("x"))
-        for routing in _ROUTINGS.value:
-            rows += _bench(d_model, d_ff, num_experts, routing)
+    for shape in shapes:
+        for routing in values.routings:
+            rows += _bench(*shape, routing, values.implementations, values.repeats)
     print(_table(rows))
-    if _JSON.value:
-        with open(_JSON.value, "w") as file:
-            json.dump(rows, file, indent=1)
+    if values.json:
+        pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _bench(d_model: int, d_ff: int, num_experts: int, routing: str) -> list[dict[str, Any]]:
+def _shape(text: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+    if not match or int(match[3]) <= NUM_CHOICES:
+        raise UserError(f"--shapes={text}: write DxFxE as in 256x512x8, with more than {NUM_CHOICES} experts")
+    return int(match[1]), int(match[2]), int(match[3])
+
+
+def _bench(
+    d_model: int, d_ff: int, num_experts: int, routing: str, implementations: list[str], repeats: int
+) -> list[dict[str, Any]]:
     """Rows of the result for one shape and routing."""
     rng = np.random.default_rng(0)
 
@@ -77,11 +96,11 @@ def _bench(d_model: int, d_ff: int, num_experts: int, routing: str) -> list[dict
     dense_args = (normal(NUM_ROWS, d_model), *(w[0] for w in weights(1)))
     moe_args = (normal(NUM_TOKENS, d_model), assignment.weight_N, *weights(num_experts))
     runs: dict[str, tuple[Callable[..., Any], tuple]] = {"dense": (_dense_ffn, dense_args)}
-    runs |= {name: (_moe_ffn(name), (*moe_args, assignment)) for name in _IMPLEMENTATIONS.value}
+    runs |= {name: (_moe_ffn(name), (*moe_args, assignment)) for name in implementations}
 
     rows = []
     for passes, wrap in (("forward", jax.jit), ("forward+backward", _with_backward)):
-        times_ms = _time({name: (wrap(f), args) for name, (f, args) in runs.items()})
+        times_ms = _time({name: (wrap(f), args) for name, (f, args) in runs.items()}, repeats)
         dense_wall, dense_cpu = times_ms["dense"]
         for name, (wall, cpu) in times_ms.items():
             rows.append(
@@ -97,7 +116,9 @@ def _bench(d_model: int, d_ff: int, num_experts: int, routing: str) -> list[dict
                     "cpu_ms": float(np.median(cpu)),
                     "ratio": float(np.median(wall / dense_wall)),
                     "cpu_ratio": float(np.median(cpu / dense_cpu)),
-                    "repeats": len(wall),
+                    "repeats": repeats,
+                    "jax": jax.__version__,
+                    "num_cores": os.cpu_count(),
                     "pjrt_nproc": int(os.environ["PJRT_NPROC"]),
                 }
             )
@@ -113,8 +134,6 @@ def _route(rng: np.random.Generator, num_experts: int, routing: str) -> tuple[As
     if routing == "skewed":
         logits_TE -= np.log(4.0) * 2 * np.arange(num_experts) / num_experts
         logits_TE[:, -1] = -np.inf
-    elif routing != "random":
-        raise app.UsageError(f"--routings={routing}: choose random or skewed")
     expert_TK = np.argsort(-logits_TE, axis=1)[:, :NUM_CHOICES].astype(np.int32)
     counts_E = np.bincount(expert_TK.reshape(-1), minlength=num_experts)
     assignment = Assignment(
@@ -159,19 +178,19 @@ def _moe_ffn(implementation: str) -> Callable[..., jax.Array]:
 def _with_backward(ffn: Callable[..., jax.Array]) -> Callable[..., Any]:
     """The output and all gradients as arrays: a sum fused onto a product makes XLA's product many times slower."""
 
-    def run(*args: Any) -> Any:
+    def forward_and_backward(*args: Any) -> Any:
         differentiable = [arg for arg in args if isinstance(arg, jax.Array)]
         rest = args[len(differentiable) :]
         y, pull_back = jax.vjp(lambda *a: ffn(*a, *rest), *differentiable)
         return y, pull_back(y)
 
-    return jax.jit(run)
+    return jax.jit(forward_and_backward)
 
 
-def _time(runs: dict[str, tuple[Callable[..., Any], tuple]]) -> dict[str, np.ndarray]:
+def _time(runs: dict[str, tuple[Callable[..., Any], tuple]], repeats: int) -> dict[str, np.ndarray]:
     """For each run (2, repeats) milliseconds of wall and CPU time, all runs alternating."""
     times_ms: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for repeat in range(_REPEATS.value + 1):
+    for repeat in range(repeats + 1):
         for name, (f, args) in runs.items():
             wall_s, cpu_s = time.perf_counter(), time.process_time()
             jax.block_until_ready(f(*args))
@@ -197,4 +216,4 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -108,7 +108,7 @@ XLA_FFI_DEFINE_HANDLER(kGroupedOuter, GroupedOuterHandler,
 //
 // Every pool operation begins with two operands that say where it acts, both run-time values so that a compiled program
 // serves any pool: version (4,) = table, incarnation, counter, microbatch; member (2,) = data-parallel group, rank.
-// `dep` and the returned token are () float32 without a value: they only carry order.
+// Tokens are () float32 and carry order; only that of fef_await_stage has a value, the stage.
 
 using Token = ffi::BufferR0<ffi::F32>;
 using Scalar = ffi::BufferR0<ffi::S32>;
@@ -133,6 +133,9 @@ struct Place {
   int rank = 0;
 
   Status Resolve(const Ints& version_bits, const Ints& member) {
+    if (version_bits.element_count() != 4 || member.element_count() != 2) {
+      return Status::Error(Code::kInvalidArgument, "the pool: a version has 4 entries, not " + std::to_string(version_bits.element_count()));
+    }
     const int32_t* bits = version_bits.typed_data();
     version = {bits[1], bits[2], bits[3]};
     rank = member.typed_data()[1];
@@ -166,25 +169,14 @@ std::vector<int> RequestedExperts(const Ints& ids) {
   return experts;
 }
 
-Status CheckExperts(const Place& place, const std::vector<int>& experts) {
-  for (int expert : experts) {
-    if (expert >= place.domain->shape().experts) {
-      return Status::Error(Code::kInvalidArgument, "get: table " + place.domain->shape().name + ": expert " + std::to_string(expert) +
-                                                       " is out of range, the table has " + std::to_string(place.domain->shape().experts));
-    }
-  }
-  return Status::Ok();
-}
-
-// Completes `token` when `poll` has an answer, and enters the wait into the ledger.
+// Sets `token` to 0, unless `poll` does, and completes it when `poll` has an answer, and enters the wait into the ledger.
 ffi::Future AwaitToken(const Place& place, int layer, WaitKind kind, ffi::Result<Token> token,
                        std::function<std::optional<Status>()> poll, std::function<std::string()> describe) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  float* value = token->typed_data();
+  *token->typed_data() = 0.0f;
   Await(place.pool, *place.domain, std::move(poll), std::move(describe),
-        [place, layer, kind, value, promise](const Status& status, double waited_us) mutable {
-          *value = 0.0f;
+        [place, layer, kind, promise](const Status& status, double waited_us) mutable {
           if (!status.ok()) return promise.SetError(ToError(status));
           if (waited_us > 0) place.domain->CountWait(place.version, place.rank, layer, kind, waited_us);
           promise.SetAvailable();
@@ -243,14 +235,17 @@ struct BlockParts {
       }
       layers.insert(layers.end(), run.begin(), run.end());
     }
-    int64_t block_bytes = 0;
-    if (!layers.empty()) {
-      for (const Part& part : layers[0]) block_bytes += part.bytes;
+    if (int(layers.size()) != table.layers) {
+      return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + " has " + std::to_string(table.layers) +
+                                                       " layers, the arrays " + std::to_string(layers.size()));
     }
-    if (int(layers.size()) != table.layers || block_bytes != table.block_bytes()) {
-      return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + " has " + std::to_string(table.layers) + " layers of " +
-                                                       std::to_string(table.block_bytes()) + "-byte blocks, the arrays " +
-                                                       std::to_string(layers.size()) + " of " + std::to_string(block_bytes));
+    for (size_t layer = 0; layer < layers.size(); ++layer) {
+      int64_t bytes = 0;
+      for (const Part& part : layers[layer]) bytes += part.bytes;
+      if (bytes == table.block_bytes()) continue;
+      return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + ", layer " + std::to_string(layer) + ": blocks have " +
+                                                       std::to_string(table.block_bytes()) + " bytes, the arrays " +
+                                                       std::to_string(bytes));
     }
     return Status::Ok();
   }
@@ -297,20 +292,19 @@ ffi::Error CollectHandler(ffi::ThreadPool pool, Ints version, Ints member, Token
   auto array = [&](size_t i) { return *sums.get<ffi::AnyBuffer>(i).value(); };
   if (Status status = parts.Collect(array, sums.size(), num_parts, float_table); !status.ok()) return ToError(status);
   XlaExecutor executor(pool);
-  ParallelFor(executor, int64_t{table.layers} * table.blocks_per_member, [&](int64_t task) {
-    const int layer = int(task / table.blocks_per_member), local = int(task % table.blocks_per_member);
-    const char* sum = reinterpret_cast<const char*>(place.domain->CollectedGradient(place.version, place.rank, layer, local));
-    for (const BlockParts::Part& part : parts.layers[layer]) {
-      if (sum == nullptr) {
-        std::memset(part.data + local * part.bytes, 0, part.bytes);
-      } else {
-        std::memcpy(part.data + local * part.bytes, sum, part.bytes);
-        sum += part.bytes;
-      }
-    }
-  });
-  place.domain->ReleaseGradients(place.version, place.rank);
-  return ffi::Error::Success();
+  return ToError(place.domain->Collect(
+      place.version, place.rank,
+      [&](int layer, int local, const float* sum) {
+        for (const BlockParts::Part& part : parts.layers[layer]) {
+          if (sum == nullptr) {
+            std::memset(part.data + local * part.bytes, 0, part.bytes);
+          } else {
+            std::memcpy(part.data + local * part.bytes, sum, part.bytes);
+            sum += part.bytes / sizeof(float);
+          }
+        }
+      },
+      executor));
 }
 XLA_FFI_DEFINE_HANDLER(kCollect, CollectHandler,
                        ffi::Ffi::Bind()
@@ -325,37 +319,45 @@ XLA_FFI_DEFINE_HANDLER(kCollect, CollectHandler,
 ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints rows, Token, ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
-  const std::vector<int> experts = ExpertsWithRows(rows);
-  if (Status status = CheckExperts(place, experts); !status.ok()) return Failed(status);
+  const TableShape& table = place.domain->shape();
+  if (int64_t(rows.element_count()) != table.experts) {
+    return Failed(Status::Error(Code::kInvalidArgument, "get: told of " + std::to_string(rows.element_count()) + " experts, table " +
+                                                            table.name + " has " + std::to_string(table.experts)));
+  }
   return AwaitToken(
       place, *layer.typed_data(), kWaitPublished, token,
-      [domain = place.domain, version = place.version, experts] { return domain->Published(version, experts); },
+      [domain = place.domain, version = place.version, experts = ExpertsWithRows(rows)] { return domain->Published(version, experts); },
       [domain = place.domain, version = place.version] { return domain->DescribeUnpublished(version); });
 }
 XLA_FFI_DEFINE_HANDLER(
     kAwaitPublished, AwaitPublishedHandler,
     ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Ints>().Arg<Token>().Ret<Token>());
 
-// -> token, once there is staging for this layer's gradients.
-ffi::Future AwaitStageHandler(Ints version, Ints member, Scalar layer, Token, ffi::Result<Token> token) {
+// gradient: what will be sent, or what it is made from; looked at by nobody, but once it is there the wait begins
+// -> token = stage, once there is staging for this layer's gradients.
+ffi::Future AwaitStageHandler(ffi::RunId run, Ints version, Ints member, Scalar layer, ffi::AnyBuffer, ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
   const int layer_index = *layer.typed_data();
   return AwaitToken(
       place, layer_index, kWaitStage, token,
-      [domain = place.domain, version = place.version, rank = place.rank, layer_index] {
-        return domain->StageAdmitted(version, rank, layer_index);
+      [domain = place.domain, version = place.version, rank = place.rank, run = run.run_id, layer_index, value = token->typed_data()] {
+        int stage = 0;
+        std::optional<Status> status = domain->StageAdmitted(version, rank, run, layer_index, &stage);
+        if (status) *value = float(stage);
+        return status;
       },
       [domain = place.domain] { return domain->DescribeStages(); });
 }
-XLA_FFI_DEFINE_HANDLER(kAwaitStage, AwaitStageHandler,
-                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Token>().Ret<Token>());
+XLA_FFI_DEFINE_HANDLER(
+    kAwaitStage, AwaitStageHandler,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<ffi::AnyBuffer>().Ret<Token>());
 
 // Says that this member sends no more -> token, once every member has said so and all sums are made.
 ffi::Future AwaitClosedHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
-  place.domain->CloseVersion(place.version, place.rank);
+  if (Status status = place.domain->CloseVersion(place.version, place.rank); !status.ok()) return Failed(status);
   return AwaitToken(
       place, 0, kWaitClosed, token,
       [domain = place.domain, version = place.version] { return domain->AllClosed(version); },
@@ -368,10 +370,8 @@ XLA_FFI_DEFINE_HANDLER(kAwaitClosed, AwaitClosedHandler,
 ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
-  place.domain->CloseVersion(place.version, place.rank);
-  place.domain->ReleaseGradients(place.version, place.rank);
   *token->typed_data() = 0.0f;
-  return ffi::Error::Success();
+  return ToError(place.domain->Release(place.version, place.rank));
 }
 XLA_FFI_DEFINE_HANDLER(kRelease, ReleaseHandler,
                        ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
@@ -382,7 +382,7 @@ ffi::Error PooledFfnHandler(ffi::ThreadPool pool, Ints version, Ints member, Sca
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   XlaExecutor executor(pool);
-  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g->dimensions()[1], rows.typed_data()};
+  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g->dimensions()[1], int64_t(rows.element_count()), rows.typed_data()};
   return ToError(PooledFfn(*place.domain, executor, place.version, place.rank, *layer.typed_data(), shape,
                            x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
 }
@@ -399,17 +399,18 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
                            .Ret<Floats>()
                            .Ret<Floats>());
 
-// dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
-ffi::Error PooledFfnBackwardHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Floats dy,
+// stage, dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
+ffi::Error PooledFfnBackwardHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token stage, Floats dy,
                                     Floats x, Floats g, Floats u, Ints rows, ffi::Result<Floats> dx,
                                     ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   XlaExecutor executor(pool);
-  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g.dimensions()[1], rows.typed_data()};
+  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g.dimensions()[1], int64_t(rows.element_count()), rows.typed_data()};
   *token->typed_data() = 0.0f;
-  return ToError(PooledFfnBackward(*place.domain, executor, place.version, place.rank, *layer.typed_data(), shape,
-                                   dy.typed_data(), x.typed_data(), g.typed_data(), u.typed_data(), dx->typed_data()));
+  return ToError(PooledFfnBackward(*place.domain, executor, place.version, place.rank, *layer.typed_data(),
+                                   int(*stage.typed_data()), shape, dy.typed_data(), x.typed_data(), g.typed_data(),
+                                   u.typed_data(), dx->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
                        ffi::Ffi::Bind()
@@ -431,8 +432,14 @@ ffi::Error GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar la
                       ffi::Result<ffi::AnyBuffer> blocks) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
-  const int64_t bytes = place.domain->shape().block_bytes(), num_ids = int64_t(ids.element_count());
-  if (int64_t(blocks->size_bytes()) != num_ids * bytes) return InvalidArgument("get", "the result does not have the size of the blocks");
+  const TableShape& table = place.domain->shape();
+  const int64_t bytes = table.block_bytes(), num_ids = int64_t(ids.element_count());
+  const int64_t elems = blocks->dimensions()[1], asked_bytes = num_ids == 0 ? bytes : int64_t(blocks->size_bytes()) / num_ids;
+  if (elems != table.block_elems || asked_bytes != bytes) {
+    return InvalidArgument("get", "table " + table.name + " holds blocks of " + std::to_string(table.block_elems) + " elements in " +
+                                      std::to_string(bytes) + " bytes, asked for " + std::to_string(elems) + " in " +
+                                      std::to_string(asked_bytes));
+  }
   std::vector<Lease> leases(num_ids);
   for (int64_t i = 0; i < num_ids; ++i) {
     const int expert = ids.typed_data()[i];
@@ -457,29 +464,41 @@ XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
                            .Arg<Ints>()
                            .Ret<ffi::AnyBuffer>());
 
-// ids (n,), -1 = none; blocks (n, block_elems) float32 -> token. An expert named twice gets the sum.
-ffi::Error AccumulateHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Ints ids, Floats blocks,
+// stage, ids (n,), -1 = none, blocks (n, block_elems) float32 -> token. An expert named twice gets the sum.
+ffi::Error AccumulateHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token stage, Ints ids, Floats blocks,
                              ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   const int64_t elems = place.domain->shape().block_elems;
-  std::vector<int> experts;
+  if (blocks.dimensions()[1] != elems) {
+    return InvalidArgument("accumulate", "table " + place.domain->shape().name + " holds blocks of " + std::to_string(elems) +
+                                             " elements, sent were " + std::to_string(blocks.dimensions()[1]));
+  }
+  std::vector<int> experts = RequestedExperts(ids);
+  std::sort(experts.begin(), experts.end());
+  experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+  const int stage_index = int(*stage.typed_data());
+  std::vector<float*> staged;
+  if (Status status = place.domain->StagedGradients(place.version, place.rank, *layer.typed_data(), stage_index, experts, &staged);
+      !status.ok()) {
+    return ToError(status);
+  }
+  std::vector<char> is_written(experts.size(), 0);
   for (size_t i = 0; i < ids.element_count(); ++i) {
-    const int expert = ids.typed_data()[i];
-    if (expert < 0) continue;
-    float* staged = place.domain->StagedGradient(place.version, place.rank, *layer.typed_data(), expert);
-    if (staged == nullptr) return InvalidArgument("accumulate", "no stage was admitted");
+    if (ids.typed_data()[i] < 0) continue;
+    const size_t place_of_expert = std::lower_bound(experts.begin(), experts.end(), ids.typed_data()[i]) - experts.begin();
     const float* block = blocks.typed_data() + i * elems;
-    if (std::find(experts.begin(), experts.end(), expert) == experts.end()) {
-      std::memcpy(staged, block, elems * sizeof(float));
-      experts.push_back(expert);
+    float* sum = staged[place_of_expert];
+    if (is_written[place_of_expert]) {
+      for (int64_t j = 0; j < elems; ++j) sum[j] += block[j];
     } else {
-      for (int64_t j = 0; j < elems; ++j) staged[j] += block[j];
+      std::memcpy(sum, block, elems * sizeof(float));
     }
+    is_written[place_of_expert] = 1;
   }
   XlaExecutor executor(pool);
   *token->typed_data() = 0.0f;
-  return ToError(place.domain->CloseStage(place.version, place.rank, *layer.typed_data(), experts, executor));
+  return ToError(place.domain->CloseStage(place.version, place.rank, *layer.typed_data(), stage_index, experts, executor));
 }
 XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
                        ffi::Ffi::Bind()
@@ -508,6 +527,14 @@ ffi::Error LedgerHandler(Ints version, Ints member, Token, ffi::Result<ffi::Buff
                          ffi::Result<ffi::BufferR2<ffi::F32>> waits_us) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  const TableShape& table = place.domain->shape();
+  const auto dims = counts->dimensions(), wait_dims = waits_us->dimensions();
+  if (dims[0] != table.layers || dims[1] != kNumPurposes || dims[2] != table.experts || wait_dims[0] != table.layers ||
+      wait_dims[1] != kNumWaitKinds) {
+    return InvalidArgument("ledger", "table " + table.name + " has " + std::to_string(table.layers) + " layers of " +
+                                         std::to_string(table.experts) + " experts, asked for " + std::to_string(dims[0]) +
+                                         " of " + std::to_string(dims[2]));
+  }
   return ToError(place.domain->ReadLedger(place.version, place.rank, counts->typed_data(), waits_us->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kLedger, LedgerHandler,

@@ -4,10 +4,38 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
+#include <fstream>
 
 namespace fef {
+
+namespace {
+
+// The number after `field` in a file of "field number" lines, or in a file that is a number; the largest if not there.
+uint64_t ReadNumber(const char* path, const std::string& field) {
+  std::ifstream file(path);
+  std::string word;
+  uint64_t number = UINT64_MAX;
+  while (!field.empty() && file >> word && word != field) continue;
+  return file >> number ? number : UINT64_MAX;
+}
+
+// What can be allocated before the kernel, or the container's limit, ends a process. A memfd is bounded by neither
+// beforehand: posix_fallocate fills page after page until something is killed.
+uint64_t AvailableBytes() {
+  const uint64_t kib = ReadNumber("/proc/meminfo", "MemAvailable:");
+  const uint64_t machine = kib == UINT64_MAX ? kib : kib * 1024;
+  const uint64_t limit = ReadNumber("/sys/fs/cgroup/memory.max", ""), used = ReadNumber("/sys/fs/cgroup/memory.current", "");
+  if (limit == UINT64_MAX || used == UINT64_MAX) return machine;
+  const uint64_t cache = ReadNumber("/sys/fs/cgroup/memory.stat", "inactive_file");  // given up when memory is needed
+  const uint64_t kept = cache < used ? used - cache : used;
+  return std::min(machine, limit > kept ? limit - kept : 0);
+}
+
+}  // namespace
 
 MemorySegment::~MemorySegment() {
   if (data_ != nullptr) munmap(data_, num_bytes_);
@@ -15,12 +43,13 @@ MemorySegment::~MemorySegment() {
 }
 
 Status MemorySegment::Create(const std::string& name, size_t num_bytes) {
+  const uint64_t available = AvailableBytes();
   auto refuse = [&](const char* call, int error) {
-    return Status::Error(Code::kResourceExhausted, "segment " + name + ": " + call + " of " +
-                                                       std::to_string(num_bytes) +
-                                                       " bytes failed: " + std::strerror(error) +
-                                                       "; lower config.pool.slots or the model's size");
+    return Status::Error(Code::kResourceExhausted, "segment " + name + ": " + call + " of " + std::to_string(num_bytes) +
+                                                       " bytes failed, " + std::to_string(available) + " are free: " +
+                                                       std::strerror(error) + "; lower config.pool.slots or the model's size");
   };
+  if (num_bytes > available) return refuse("memfd_create", ENOMEM);
   fd_ = memfd_create(name.c_str(), MFD_CLOEXEC);
   if (fd_ < 0) return refuse("memfd_create", errno);
   if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(num_bytes)); error != 0) {

@@ -18,7 +18,8 @@ class MemorySegment {
   MemorySegment& operator=(const MemorySegment&) = delete;
   ~MemorySegment();
 
-  // Reserves the memory at once: a segment that does not fit is refused here, not by a bus error at the first write.
+  // Reserves the memory at once: a segment that does not fit is refused here, not by a bus error at the first write or
+  // by the kernel's killing of this or another process.
   Status Create(const std::string& name, size_t num_bytes);
 
   char* data() const { return data_; }

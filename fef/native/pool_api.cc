@@ -1,4 +1,5 @@
-// The C functions that Python calls by ctypes (fef/pool/pool.py). Each returns 0, or -1 with the text in `error`.
+// The C functions that Python calls by ctypes (fef/pool/pool.py). What can fail returns its Code, 0 when it did not, with
+// the text in `error`.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -7,10 +8,10 @@
 
 namespace {
 
-int Fail(const std::string& text, char* error, int error_bytes) {
-  std::strncpy(error, text.c_str(), error_bytes - 1);
+int ToCode(const fef::Status& status, char* error, int error_bytes) {
+  std::strncpy(error, status.message.c_str(), error_bytes - 1);
   error[error_bytes - 1] = 0;
-  return -1;
+  return int(status.code);
 }
 
 }  // namespace
@@ -31,7 +32,9 @@ int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int ex
                        const int32_t* home, const int32_t* local, int blocks_per_member, int64_t block_elems,
                        int elem_bytes, int slots, int stages, int32_t* table, char* error, int error_bytes) {
   const auto pool = fef::FindPool(incarnation);
-  if (pool == nullptr) return Fail("the pool was closed", error, error_bytes);
+  if (pool == nullptr) {
+    return ToCode(fef::Status::Error(fef::Code::kPoolClosed, "table " + std::string(name) + ": the pool was closed"), error, error_bytes);
+  }
   fef::TableShape shape;
   shape.name = name;
   shape.layers = layers;
@@ -44,11 +47,7 @@ int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int ex
   shape.elem_bytes = elem_bytes;
   shape.slots = slots;
   shape.stages = stages;
-  int number = 0;
-  const fef::Status status = pool->AddTable(shape, &number);
-  if (!status.ok()) return Fail(status.message, error, error_bytes);
-  *table = number;
-  return 0;
+  return ToCode(pool->AddTable(shape, table), error, error_bytes);
 }
 
 }  // extern "C"

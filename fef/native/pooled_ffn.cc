@@ -18,6 +18,10 @@ struct Groups {
 };
 
 Status MakeGroups(const TableShape& table, int rank, const FfnRows& shape, Groups* groups) {
+  if (shape.num_experts != table.experts) {
+    return Status::Error(Code::kInvalidArgument, "pooled_ffn: rows of " + std::to_string(shape.num_experts) + " experts, table " +
+                                                     table.name + " has " + std::to_string(table.experts));
+  }
   int64_t first = 0;
   for (int expert = 0; expert < table.experts; ++expert) {
     const int32_t rows = shape.rows[expert];
@@ -92,7 +96,7 @@ Status PooledFfn(Domain& domain, Executor& executor, const Version& version, int
   return Status::Ok();
 }
 
-Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& version, int rank, int layer,
+Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& version, int rank, int layer, int stage,
                          const FfnRows& shape, const float* dy, const float* x, const float* g, const float* u,
                          float* dx) {
   Groups groups;
@@ -101,15 +105,13 @@ Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& vers
   if (Status status = MakeGroups(table, rank, shape, &groups); !status.ok()) return status;
   if (Status status = ReadWeights(domain, version, rank, layer, shape, groups.experts, &weights); !status.ok()) return status;
   const int64_t d = shape.d_model, f = shape.d_expert, matrix = d * f;
-  std::vector<float*> d_gate(table.experts), d_up(table.experts), d_down(table.experts);
-  for (int expert : groups.experts) {
-    float* staged = domain.StagedGradient(version, rank, layer, expert);
-    if (staged == nullptr) {
-      return Status::Error(Code::kInvalidArgument, "pooled_ffn: table " + table.name + ", layer " + std::to_string(layer) + ": no stage was admitted");
-    }
-    d_gate[expert] = staged;
-    d_up[expert] = staged + matrix;
-    d_down[expert] = staged + 2 * matrix;
+  std::vector<float*> staged, d_gate(table.experts), d_up(table.experts), d_down(table.experts);
+  if (Status status = domain.StagedGradients(version, rank, layer, stage, groups.experts, &staged); !status.ok()) return status;
+  for (size_t i = 0; i < staged.size(); ++i) {
+    const int expert = groups.experts[i];
+    d_gate[expert] = staged[i];
+    d_up[expert] = staged[i] + matrix;
+    d_down[expert] = staged[i] + 2 * matrix;
   }
   const int64_t hidden = groups.used_rows * f;
   const auto h = Scratch(hidden), dh = Scratch(hidden), dg = Scratch(hidden), du = Scratch(hidden);
@@ -122,7 +124,7 @@ Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& vers
   GroupedOuter(executor, groups.segments, h.get(), f, dy, d, d_down.data(), table.experts);
   GroupedOuter(executor, groups.segments, x, d, dg.get(), f, d_gate.data(), table.experts);
   GroupedOuter(executor, groups.segments, x, d, du.get(), f, d_up.data(), table.experts);
-  return domain.CloseStage(version, rank, layer, groups.experts, executor);
+  return domain.CloseStage(version, rank, layer, stage, groups.experts, executor);
 }
 
 }  // namespace fef

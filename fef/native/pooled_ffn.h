@@ -5,7 +5,7 @@
 #ifndef FEF_POOLED_FFN_H_
 #define FEF_POOLED_FFN_H_
 
-#include "pool.h"
+#include "domain.h"
 
 namespace fef {
 
@@ -13,6 +13,7 @@ struct FfnRows {
   int64_t num_rows = 0;   // N
   int64_t d_model = 0;    // D
   int64_t d_expert = 0;   // F
+  int64_t num_experts = 0;        // E
   const int32_t* rows = nullptr;  // (E,)
 };
 
@@ -21,8 +22,8 @@ Status PooledFfn(Domain& domain, Executor& executor, const Version& version, int
                  const float* x, float* y, float* g, float* u);
 
 // dy, x: (N, D), g, u: (N, F) -> dx: (N, D). The weights' gradients are written straight into the staging of their
-// homes, and the stage is closed.
-Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& version, int rank, int layer,
+// homes, and the stage, to which the rank was admitted, is closed.
+Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& version, int rank, int layer, int stage,
                          const FfnRows& shape, const float* dy, const float* x, const float* g, const float* u,
                          float* dx);
 

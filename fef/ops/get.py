@@ -12,6 +12,7 @@ A read has no side effect and may be repeated (remat), merged or dropped by XLA;
 import jax
 import jax.numpy as jnp
 
+from fef.ops.first_order import first_order
 from fef.ops.publish import TOKEN
 from fef.sharding import member_index
 
@@ -41,8 +42,9 @@ def get(
 
     Sharding: per member; members read independently of each other, the homes' programs take no part.
     Gradient: with respect to `arrays` of the publish behind `chain`; float32 on the way. Reverse mode, first order.
-      vmap and jvp are refused by JAX.
-    Raises (when it runs): StaleVersionError, PoolTimeoutError (a home has not published), PoolClosedError, PoolError.
+      vmap and jvp are refused by JAX, second order by `first_order`.
+    Raises (when it runs): StaleVersionError, PoolTimeoutError (a home has not published, or another member has not
+      sent its gradients), PoolClosedError, PoolError (layer, expert or block size out of the table's).
     """
     layer = jnp.asarray(layer, jnp.int32)
     wanted_E = jnp.zeros(num_experts, jnp.int32).at[ids_n].set(1, mode="drop", wrap_negative_indices=False)
@@ -81,7 +83,7 @@ _get.defvjp(_get_fwd, _get_bwd)
 def accumulate(version_4: jax.Array, layer: jax.Array, ids_n: jax.Array, d_blocks: jax.Array) -> jax.Array:
     """Sends gradient blocks home and closes the (layer, microbatch) for this member; returns a () float32 token."""
     member_2 = member_index()
-    d_blocks = d_blocks.astype(jnp.float32)
-    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, d_blocks[0, 0])
+    d_blocks = first_order("get", d_blocks.astype(jnp.float32))
+    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, d_blocks)
     call = jax.ffi.ffi_call("fef_accumulate", TOKEN, has_side_effect=True)
     return call(version_4, member_2, layer, token, ids_n, d_blocks)

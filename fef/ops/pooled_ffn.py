@@ -12,6 +12,7 @@ Only float32 blocks on a CPU; otherwise `get` and `expert_ffn`, which is also th
 import jax
 import jax.numpy as jnp
 
+from fef.ops.first_order import first_order
 from fef.ops.publish import TOKEN
 from fef.sharding import member_index
 
@@ -35,8 +36,8 @@ def pooled_ffn(
 
     Sharding: per member.
     Gradient: with respect to x_ND and, through `chain`, to the arrays of the publish behind it. Reverse mode, first
-      order. vmap and jvp are refused by JAX.
-    Raises (when it runs): StaleVersionError, PoolTimeoutError, PoolClosedError, PoolError.
+      order. vmap and jvp are refused by JAX, second order by `first_order`.
+    Raises (when it runs): as `get`.
     """
     return _forward(version_4, chain, layer, x_ND, rows_E, like_0F)[0]
 
@@ -56,9 +57,10 @@ def _pooled_ffn_fwd(version_4, chain, layer, x_ND, rows_E, like_0F):
 
 def _pooled_ffn_bwd(residuals, dy_ND):
     version_4, layer, x_ND, rows_E, g_NF, u_NF = residuals
+    dy_ND, x_ND, g_NF, u_NF = first_order("pooled_ffn", (dy_ND, x_ND, g_NF, u_NF))
     member_2 = member_index()
-    # The wait hangs on dy, so that a layer asks for staging only when its gradient is there.
-    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, dy_ND[0, 0])
+    # The wait hangs on all of dy, so that a layer asks for staging only when its gradient is there.
+    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, dy_ND)
     results = (jax.ShapeDtypeStruct(x_ND.shape, jnp.float32), TOKEN)
     call = jax.ffi.ffi_call("fef_pooled_ffn_backward", results, has_side_effect=True)
     dx_ND, d_chain = call(version_4, member_2, layer, token, dy_ND, x_ND, g_NF, u_NF, rows_E)

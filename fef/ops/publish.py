@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fef.ops.first_order import first_order
 from fef.sharding import AXES, member_index
 
 TOKEN = jax.ShapeDtypeStruct((), jnp.float32)
@@ -41,9 +42,12 @@ def publish(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any) -> t
 
     Sharding: per member; the arrays are the member's part of the position axis.
     Gradient: with respect to `arrays`, the sum over all members of what reads under this version sent back; reverse
-      mode, first order. vmap and jvp are refused by JAX (a custom call without a rule).
-    Raises (when it runs): PoolExhaustedError, PoolTimeoutError, PoolClosedError, PoolError (shapes do not fit).
+      mode, first order. vmap and jvp are refused by JAX (a custom call without a rule), second order by `first_order`.
+    Raises: ValueError, arrays that are no whole runs. When it runs: PoolExhaustedError, PoolTimeoutError (a slot is
+      being read for too long), PoolClosedError, PoolError (shapes do not fit the table).
     """
+    if not arrays or len(arrays) % num_parts:
+        raise ValueError(f"publish: {len(arrays)} arrays are no whole number of runs of {num_parts} parts")
     member_2 = member_index()
     ticket = jax.ffi.ffi_call("fef_ticket", jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)(
         handle_2, member_2
@@ -64,7 +68,7 @@ def _publish_fwd(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any)
 
 def _publish_bwd(num_parts: int, dtype: Any, residuals: Any, cotangents: Any) -> Any:
     version_4, static, like = residuals
-    _, d_chain = cotangents
+    d_chain = first_order("publish", cotangents[1])
     member_2 = member_index()
     token = jax.ffi.ffi_call("fef_await_closed", TOKEN, has_side_effect=True)(version_4, member_2, d_chain)
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in static.value)

@@ -27,6 +27,12 @@ class PoolClosedError(PoolError):
     """The pool was closed while, or before, it was used."""
 
 
+_BY_NATIVE_CODE = {  # Code in fef/native/status.h
+    2: StaleVersionError,
+    3: PoolTimeoutError,
+    4: PoolExhaustedError,
+    5: PoolClosedError,
+}
 _TYPES = {
     "NOT_FOUND": StaleVersionError,
     "DEADLINE_EXCEEDED": PoolTimeoutError,
@@ -34,7 +40,12 @@ _TYPES = {
     "FAILED_PRECONDITION": PoolClosedError,
     "INVALID_ARGUMENT": PoolError,
 }
-_OPERATIONS = r"(?:publish|get|accumulate|collect|ledger|pooled_ffn|table|the pool)\b"
+_OPERATIONS = r"(?:publish|get|accumulate|collect|release|ledger|pooled_ffn|table|the pool)\b"
+
+
+def from_native(code: int, text: str) -> PoolError:
+    """The typed form of what a C function of the native library returned."""
+    return _BY_NATIVE_CODE.get(code, PoolError)(text)
 
 
 def as_pool_error(error: BaseException) -> PoolError | None:

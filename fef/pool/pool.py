@@ -1,5 +1,6 @@
 """The pool: its lifetime and its tables."""
 
+import atexit
 import ctypes
 import os
 from collections.abc import Sequence
@@ -42,9 +43,9 @@ class Pool:
         self.transport = _transport(self.config)
         self._library = native.library()
         self._tables: dict[str, int] = {}
-        chaos = int(os.environ.get("FEF_CHAOS", "-1"))
         self._library.fef_pool_open.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_int64]
-        self.incarnation: int = self._library.fef_pool_open(mesh.shape["data"], self.config.deadline_s, chaos)
+        self.incarnation: int = self._library.fef_pool_open(mesh.shape["data"], self.config.deadline_s, _chaos_seed())
+        atexit.register(self.close)  # JAX waits for its programs at exit: none of them may wait for the pool
 
     def __enter__(self) -> "Pool":
         _open_pools.append(self)
@@ -60,6 +61,7 @@ class Pool:
     def close(self) -> None:
         """Fails what is pending and frees the memory; closing twice is allowed."""
         self._library.fef_pool_close(self.incarnation)
+        atexit.unregister(self.close)
 
     def table(
         self, name: str, num_layers: int, experts: ExpertTable, shapes: Sequence[tuple], dtype: Any
@@ -67,7 +69,7 @@ class Pool:
         """Makes room for the blocks of some layers.
 
         Args:
-          name: for messages; a name that exists already gives the same table, whose shape must fit.
+          name: for messages; the same name, layers, experts and shapes give the same table.
           num_layers: layers that are published together.
           experts: homes and places of the experts.
           shapes: the matrices of one block, e.g. ((D, F), (D, F), (F, D)).
@@ -77,8 +79,15 @@ class Pool:
           handle (2,) int32 for `fef.ops.publish`: the table's number and the pool's incarnation.
 
         Raises:
-          PoolExhaustedError: the memory does not fit; names the bytes asked for.
+          PoolExhaustedError: the memory does not fit; names the bytes asked for and what is free.
+          PoolClosedError: after `close`.
+          ValueError: the experts are not laid out for this pool's members.
         """
+        if experts.num_members != self.mesh.shape["expert"]:
+            raise ValueError(
+                f"table {name}: its experts have {experts.num_members} members as homes, "
+                f"the pool's mesh has {self.mesh.shape['expert']}; make the ExpertTable for this mesh"
+            )
         elems = sum(int(np.prod(shape)) for shape in shapes)
         key = f"{name}:{num_layers}x{experts.num_experts}x{elems}x{jnp.dtype(dtype).name}"
         if key not in self._tables:
@@ -90,14 +99,14 @@ class Pool:
         number = ctypes.c_int32()
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         home_E, local_E = experts.home_E, experts.local_E
-        failed = self._library.fef_pool_add_table(
+        code = self._library.fef_pool_add_table(
             ctypes.c_int32(self.incarnation), name.encode(), num_layers, experts.num_experts, experts.num_members,
             home_E.ctypes.data_as(ints), local_E.ctypes.data_as(ints), experts.per_member,
             ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages,
             ctypes.byref(number), error, _ERROR_BYTES,
         )  # fmt: skip
-        if failed:
-            raise errors.PoolExhaustedError(error.value.decode())
+        if code:
+            raise errors.from_native(code, error.value.decode())
         return number.value
 
 
@@ -112,6 +121,14 @@ def current() -> Pool:
             "the pooled dispatcher needs an open pool: run this inside `with fef.Pool(mesh) as pool:`"
         )
     return _open_pools[-1]
+
+
+def _chaos_seed() -> int:
+    """FEF_CHAOS, the seed of random delays in every operation; -1 for none."""
+    text = os.environ.get("FEF_CHAOS", "")
+    if text and not text.isdecimal():
+        raise ValueError(f"FEF_CHAOS={text!r}: give a seed, a whole number from 0, or unset it")
+    return int(text or -1)
 
 
 def _transport(config: PoolConfig) -> str:

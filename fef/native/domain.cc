@@ -1,0 +1,515 @@
+#include "domain.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <thread>
+
+namespace fef {
+
+namespace {
+
+constexpr int kVersionsRemembered = 16;  // for late ledger reads and for telling "stale" from "never published"
+constexpr int64_t kSumChunk = 16384;     // floats per summing task: fits the L1/L2 caches of source and destination
+constexpr uint64_t kBeingWritten = ~0ull;  // in SlotHeader::version; no version has this key
+
+size_t RoundUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
+
+std::unique_ptr<float[]> Allocate(size_t elems) { return std::unique_ptr<float[]>(new (std::nothrow) float[elems]); }
+
+Status NoMemory(const std::string& what, size_t elems) {
+  return Status::Error(Code::kResourceExhausted, what + ": no memory for " + std::to_string(elems * sizeof(float)) + " bytes");
+}
+
+}  // namespace
+
+Domain::Domain(TableShape shape, int32_t incarnation, double deadline_s, std::optional<uint64_t> chaos_seed)
+    : shape_(std::move(shape)), incarnation_(incarnation), deadline_s_(deadline_s), stages_(shape_.stages) {
+  if (chaos_seed) chaos_.emplace(*chaos_seed);
+}
+
+Status Domain::Open(int group) {
+  if (shape_.members > kMaxMembers) {
+    return Status::Error(Code::kInvalidArgument, "table " + shape_.name + ": " + std::to_string(shape_.members) +
+                                                     " members, a pool holds at most " + std::to_string(kMaxMembers));
+  }
+  const size_t headers = RoundUp(sizeof(SlotHeader) * shape_.slots * shape_.layers, 4096);
+  const size_t blocks = size_t(shape_.slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
+  for (int rank = 0; rank < shape_.members; ++rank) {
+    auto segment = std::make_unique<MemorySegment>();
+    const std::string name = "fef-" + shape_.name + "-g" + std::to_string(group) + "-r" + std::to_string(rank);
+    if (Status status = segment->Create(name, headers + blocks); !status.ok()) return status;
+    segments_.push_back(std::move(segment));
+  }
+  is_open_ = true;
+  return Status::Ok();
+}
+
+void Domain::Close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_open_ = false;
+  changed_.notify_all();
+}
+
+Domain::SlotHeader* Domain::header(int rank, int slot, int layer) const {
+  return reinterpret_cast<SlotHeader*>(segments_[rank]->data()) + slot * shape_.layers + layer;
+}
+
+char* Domain::block(int rank, int slot, int layer, int local) const {
+  const size_t headers = RoundUp(sizeof(SlotHeader) * shape_.slots * shape_.layers, 4096);
+  const size_t index = (size_t(slot) * shape_.layers + layer) * shape_.blocks_per_member + local;
+  return segments_[rank]->data() + headers + index * shape_.block_bytes();
+}
+
+std::string Domain::Where(const Version& version) const {
+  return "table " + shape_.name + ", version " + version.text();
+}
+
+std::string Domain::Ranks(uint64_t bits) const {
+  std::string text;
+  for (int rank = 0; rank < shape_.members; ++rank) {
+    if (bits >> rank & 1) text += (text.empty() ? "" : ",") + std::to_string(rank);
+  }
+  return text;
+}
+
+Status Domain::CheckOpen(const Version& version, const char* op) const {
+  if (!is_open_) return Status::Error(Code::kPoolClosed, std::string(op) + ": the pool was closed");
+  if (version.incarnation != incarnation_) {
+    return Status::Error(Code::kStaleVersion, std::string(op) + ": " + Where(version) +
+                                                  " belongs to another incarnation, this pool is " +
+                                                  std::to_string(incarnation_) + "; publish again");
+  }
+  return Status::Ok();
+}
+
+Status Domain::Forgotten(const Version& version, const char* op) const {
+  return Status::Error(Code::kStaleVersion, std::string(op) + ": " + Where(version) + " is no longer remembered; publish again");
+}
+
+Status Domain::FindVersion(const Version& version, const char* op, VersionState** state) {
+  if (Status status = CheckOpen(version, op); !status.ok()) return status;
+  const auto it = versions_.find(version.key());
+  if (it == versions_.end()) return Forgotten(version, op);
+  *state = &it->second;
+  return Status::Ok();
+}
+
+void Domain::Count(VersionState& state, int rank, int layer, Purpose purpose, int expert) const {
+  ++state.counts[((size_t(rank) * shape_.layers + layer) * kNumPurposes + purpose) * shape_.experts + expert];
+}
+
+bool Domain::IsStaged(uint64_t key) const {
+  return std::any_of(stages_.begin(), stages_.end(),
+                     [&](const Stage& stage) { return stage.key && std::get<0>(*stage.key) == key; });
+}
+
+Domain::VersionState& Domain::CreateVersion(const Version& version) {
+  const auto [created, is_new] = versions_.try_emplace(version.key());
+  if (is_new) {
+    VersionState& state = created->second;
+    state.gradients.resize(shape_.members);
+    state.counts.resize(size_t(shape_.members) * shape_.layers * kNumPurposes * shape_.experts);
+    state.was_read.resize(size_t(shape_.members) * shape_.layers * shape_.experts);
+    state.waits_us.resize(size_t(shape_.members) * shape_.layers * kNumWaitKinds);
+    for (auto old = versions_.begin(); versions_.size() > kVersionsRemembered && old != created;) {
+      const bool is_over = old->second.released == all_ranks() || old->second.run != latest_run_;
+      if (is_over && !IsStaged(old->first)) {
+        last_forgotten_ = std::max(last_forgotten_, old->first);
+        old = versions_.erase(old);
+      } else {
+        ++old;
+      }
+    }
+  }
+  return created->second;
+}
+
+
+// Prefers a slot whose version everybody has closed, then an empty one, then the oldest one left open by an earlier
+// execution (the runtime does not overlap executions over several devices); one that is being read comes last.
+Status Domain::ChooseSlots(const Version& version, int rank, int64_t run, std::vector<int>* slots) {
+  slots->assign(shape_.layers, -1);
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    constexpr int kOpen = 3, kIsLeased = 10;
+    int best_order = kOpen + kIsLeased;
+    uint64_t best_key = ~0ull;
+    for (int slot = 0; slot < shape_.slots; ++slot) {
+      const uint64_t key = header(rank, slot, layer)->version.load(std::memory_order_acquire);
+      const auto it = versions_.find(key);
+      int order = kOpen;
+      if (key == 0) order = 1;
+      else if (it == versions_.end() || it->second.closed == all_ranks()) order = 0;
+      else if (it->second.run != run) order = 2;
+      if (key == kBeingWritten || order == kOpen) continue;
+      if (header(rank, slot, layer)->leases.load(std::memory_order_relaxed) != 0) order += kIsLeased;
+      if (order < best_order || (order == best_order && key < best_key)) {
+        best_order = order;
+        best_key = key;
+        (*slots)[layer] = slot;
+      }
+    }
+    if ((*slots)[layer] < 0) {
+      return Status::Error(Code::kResourceExhausted,
+                           "publish: " + Where(version) + ", rank " + std::to_string(rank) + ", layer " + std::to_string(layer) +
+                               ": all " + std::to_string(shape_.slots) +
+                               " slots hold versions that are still open; raise config.pool.slots or release() a version");
+    }
+  }
+  return Status::Ok();
+}
+
+// Waits for readers that took their lease before the slot's version was taken away.
+Status Domain::AwaitReaders(const Version& version, int rank, const std::vector<int>& slots, std::unique_lock<std::mutex>& lock) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_s_);
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    while (header(rank, slots[layer], layer)->leases.load(std::memory_order_seq_cst) != 0) {
+      if (Status status = CheckOpen(version, "publish"); !status.ok()) return status;
+      if (std::chrono::steady_clock::now() > deadline) {
+        return Status::Error(Code::kDeadlineExceeded, "publish: " + Where(version) + ", rank " + std::to_string(rank) + ", layer " +
+                                                          std::to_string(layer) + ": a reader still holds its lease after " +
+                                                          std::to_string(deadline_s_) + " s");
+      }
+      // Leases are dropped without a notification (they live in shared memory), hence the short period.
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+  }
+  return Status::Ok();
+}
+
+void Domain::SetSlots(int rank, const std::vector<int>& slots, uint64_t key) {
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    header(rank, slots[layer], layer)->version.store(key, std::memory_order_seq_cst);
+  }
+}
+
+Status Domain::Publish(const Version& version, int rank, int64_t run,
+                       const std::function<void(int, int, char*)>& copy_block, Executor& executor) {
+  std::vector<int> slots;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (Status status = CheckOpen(version, "publish"); !status.ok()) return status;
+    latest_run_ = run;
+    CreateVersion(version).run = run;
+    if (Status status = ChooseSlots(version, rank, run, &slots); !status.ok()) return status;
+    SetSlots(rank, slots, kBeingWritten);
+    if (Status status = AwaitReaders(version, rank, slots, lock); !status.ok()) {
+      SetSlots(rank, slots, 0);
+      return status;
+    }
+  }
+  const int per_layer = shape_.blocks_per_member;
+  ParallelFor(executor, int64_t(shape_.layers) * per_layer, [&](int64_t task) {
+    const int layer = int(task) / per_layer, local = int(task) % per_layer;
+    copy_block(layer, local, block(rank, slots[layer], layer, local));
+  });
+  std::lock_guard<std::mutex> lock(mutex_);
+  SetSlots(rank, slots, version.key());
+  CreateVersion(version).published |= 1ull << rank;
+  changed_.notify_all();
+  return Status::Ok();
+}
+
+Status Domain::Read(const Version& version, int rank, int layer, int expert, Lease* lease) {
+  const std::string where = "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert);
+  if (layer < 0 || layer >= shape_.layers || expert < 0 || expert >= shape_.experts) {
+    return Status::Error(Code::kInvalidArgument, where + " is out of range: the table has " + std::to_string(shape_.layers) +
+                                                     " layers of " + std::to_string(shape_.experts) + " experts");
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  VersionState* state;
+  if (Status status = FindVersion(version, "get", &state); !status.ok()) return status;
+  const int home = shape_.home[expert];
+  for (int slot = 0; slot < shape_.slots; ++slot) {
+    // First the lease, then the look at the version: a publisher takes the version away first and then looks for leases.
+    SlotHeader* head = header(home, slot, layer);
+    head->leases.fetch_add(1, std::memory_order_seq_cst);
+    if (head->version.load(std::memory_order_seq_cst) != version.key()) {
+      head->leases.fetch_sub(1, std::memory_order_release);
+      continue;
+    }
+    lease->count_ = &head->leases;
+    lease->block_ = block(home, slot, layer, shape_.local[expert]);
+    if (home == rank) return Status::Ok();
+    char& was_read = state->was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
+    Count(*state, rank, layer, was_read ? kRefetch : kWeights, expert);
+    was_read = 1;
+    return Status::Ok();
+  }
+  return Status::Error(Code::kStaleVersion, where + ", home rank " + std::to_string(home) +
+                                                ": no slot holds this version; it was refilled or never published");
+}
+
+Status Domain::Prefetch(const Version& version, int layer, const std::vector<int>& experts) {
+  for (int expert : experts) {
+    if (layer < 0 || layer >= shape_.layers || expert >= shape_.experts) continue;  // a hint is dropped, never refused
+    const int home = shape_.home[expert];
+    for (int slot = 0; slot < shape_.slots; ++slot) {
+      if (header(home, slot, layer)->version.load(std::memory_order_acquire) != version.key()) continue;
+      const uintptr_t page = 4096, begin = reinterpret_cast<uintptr_t>(block(home, slot, layer, shape_.local[expert]));
+      madvise(reinterpret_cast<void*>(begin / page * page), shape_.block_bytes() + begin % page, MADV_WILLNEED);
+    }
+  }
+  return Status::Ok();
+}
+
+std::optional<Status> Domain::Published(const Version& version, const std::vector<int>& experts) {
+  if (Status status = CheckOpen(version, "get"); !status.ok()) return status;
+  const auto it = versions_.find(version.key());
+  if (it == versions_.end()) {
+    if (version.key() > last_forgotten_) return std::nullopt;
+    return Forgotten(version, "get");
+  }
+  for (int expert : experts) {
+    if (!(it->second.published >> shape_.home[expert] & 1)) return std::nullopt;
+  }
+  return Status::Ok();
+}
+
+std::string Domain::DescribeUnpublished(const Version& version) const {
+  const auto it = versions_.find(version.key());
+  const uint64_t published = it == versions_.end() ? 0 : it->second.published;
+  return "get: " + Where(version) + ": rank " + Ranks(all_ranks() & ~published) + " has not published it";
+}
+
+std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, int64_t run, int layer, int* stage) {
+  VersionState* state;
+  if (Status status = FindVersion(version, "accumulate", &state); !status.ok()) return status;
+  if (layer < 0 || layer >= shape_.layers) {
+    return Status::Error(Code::kInvalidArgument, "accumulate: " + Where(version) + ", layer " + std::to_string(layer) +
+                                                     " is out of range: the table has " + std::to_string(shape_.layers));
+  }
+  const StageKey key{version.key(), layer, version.microbatch};
+  Stage* chosen = nullptr;
+  for (Stage& candidate : stages_) {
+    const bool awaits_rank = candidate.key == key && candidate.run == run && !(candidate.admitted >> rank & 1);
+    if (awaits_rank && (chosen == nullptr || candidate.order < chosen->order)) chosen = &candidate;
+  }
+  for (Stage& candidate : stages_) {
+    if (chosen != nullptr) break;
+    // A stage of another run was left by an execution that failed: the runtime does not overlap executions.
+    if (candidate.key && candidate.run == run) continue;
+    const size_t elems = size_t(shape_.members) * shape_.members * shape_.blocks_per_member * shape_.block_elems;
+    if (candidate.blocks == nullptr) candidate.blocks = Allocate(elems);
+    if (candidate.blocks == nullptr) return NoMemory("accumulate: table " + shape_.name, elems);
+    candidate.key = key;
+    candidate.run = run;
+    candidate.order = stages_opened_++;
+    candidate.sent.assign(size_t(shape_.members) * shape_.experts, 0);
+    candidate.admitted = candidate.closed = 0;
+    chosen = &candidate;
+  }
+  if (chosen == nullptr) return std::nullopt;
+  chosen->admitted |= 1ull << rank;
+  *stage = int(chosen - stages_.data());
+  return Status::Ok();
+}
+
+std::string Domain::DescribeStages() const {
+  std::string text = "accumulate: table " + shape_.name + ": every stage is taken:";
+  for (const Stage& stage : stages_) {
+    if (!stage.key) continue;
+    text += " layer " + std::to_string(std::get<1>(*stage.key)) + " waits for rank " + Ranks(all_ranks() & ~stage.closed) + ";";
+  }
+  return text;
+}
+
+Status Domain::FindStage(const Version& version, int rank, int layer, int stage, Stage** found) {
+  VersionState* state;
+  if (Status status = FindVersion(version, "accumulate", &state); !status.ok()) return status;
+  const StageKey key{version.key(), layer, version.microbatch};
+  if (stage >= 0 && stage < int(stages_.size())) {
+    *found = &stages_[stage];
+    const bool is_admitted = (*found)->key == key && ((*found)->admitted & ~(*found)->closed) >> rank & 1;
+    if (is_admitted) return Status::Ok();
+  }
+  return Status::Error(Code::kInvalidArgument, "accumulate: " + Where(version) + ", layer " + std::to_string(layer) + ", rank " +
+                                                   std::to_string(rank) + " was not admitted to a stage");
+}
+
+Status Domain::StagedGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
+                               std::vector<float*>* blocks) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Stage* found;
+  if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
+  for (int expert : experts) {
+    if (expert < 0 || expert >= shape_.experts) {
+      return Status::Error(Code::kInvalidArgument, "accumulate: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " +
+                                                       std::to_string(expert) + " is out of range: the table has " +
+                                                       std::to_string(shape_.experts) + " experts");
+    }
+    const size_t index = (size_t(shape_.home[expert]) * shape_.members + rank) * shape_.blocks_per_member + shape_.local[expert];
+    blocks->push_back(found->blocks.get() + index * shape_.block_elems);
+  }
+  return Status::Ok();
+}
+
+Status Domain::CloseStage(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
+                          Executor& executor) {
+  Stage* found;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
+    VersionState& state = versions_.at(version.key());
+    for (int expert : experts) {
+      found->sent[size_t(rank) * shape_.experts + expert] = 1;
+      if (shape_.home[expert] != rank) Count(state, rank, layer, kGradients, expert);
+    }
+    found->closed |= 1ull << rank;
+    if (found->closed != all_ranks()) return Status::Ok();
+  }
+  const Status status = SumStage(*found, executor);
+  std::lock_guard<std::mutex> lock(mutex_);
+  found->key.reset();
+  changed_.notify_all();
+  return status;
+}
+
+Status Domain::PrepareSums(const Stage& stage, std::vector<Gradients*>* sums) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t blocks = size_t(shape_.layers) * shape_.blocks_per_member, elems = blocks * shape_.block_elems;
+  for (Gradients& gradients : versions_.at(std::get<0>(*stage.key)).gradients) {  // a staged version is not forgotten
+    if (gradients.sums == nullptr) {
+      if (spare_gradients_.empty()) {
+        gradients.sums = Allocate(elems);
+        if (gradients.sums == nullptr) return NoMemory("accumulate: table " + shape_.name, elems);
+      } else {
+        gradients = std::move(spare_gradients_.back());
+        spare_gradients_.pop_back();
+      }
+      gradients.written.assign(blocks, 0);
+    }
+    sums->push_back(&gradients);
+  }
+  return Status::Ok();
+}
+
+Status Domain::SumStage(const Stage& stage, Executor& executor) {
+  std::lock_guard<std::mutex> sum_lock(sum_mutex_);
+  std::vector<Gradients*> sums;
+  if (Status status = PrepareSums(stage, &sums); !status.ok()) return status;
+  const int layer = std::get<1>(*stage.key);
+  const int64_t elems = shape_.block_elems, chunks = (elems + kSumChunk - 1) / kSumChunk;
+  ParallelFor(executor, int64_t(shape_.experts) * chunks, [&](int64_t task) {
+    const int expert = int(task / chunks), home = shape_.home[expert], local = shape_.local[expert];
+    const int64_t begin = int64_t(task % chunks) * kSumChunk, end = std::min(begin + kSumChunk, elems);
+    float* first = nullptr;
+    for (int source = 0; source < shape_.members; ++source) {
+      if (!stage.sent[size_t(source) * shape_.experts + expert]) continue;
+      float* sent = stage.blocks.get() + ((size_t(home) * shape_.members + source) * shape_.blocks_per_member + local) * elems;
+      if (first == nullptr) {
+        first = sent;
+      } else {
+        for (int64_t i = begin; i < end; ++i) first[i] += sent[i];
+      }
+    }
+    if (first == nullptr) return;
+    float* sum = sums[home]->sums.get() + SumIndex(layer, local) * elems;
+    if (sums[home]->written[SumIndex(layer, local)]) {
+      for (int64_t i = begin; i < end; ++i) sum[i] += first[i];
+    } else {
+      std::memcpy(sum + begin, first + begin, (end - begin) * sizeof(float));
+    }
+  });
+  for (int expert = 0; expert < shape_.experts; ++expert) {
+    for (int source = 0; source < shape_.members; ++source) {
+      if (!stage.sent[size_t(source) * shape_.experts + expert]) continue;
+      sums[shape_.home[expert]]->written[SumIndex(layer, shape_.local[expert])] = 1;
+    }
+  }
+  return Status::Ok();
+}
+
+Status Domain::CloseVersion(const Version& version, int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  VersionState* state;
+  if (Status status = FindVersion(version, "collect", &state); !status.ok()) return status;
+  state->closed |= 1ull << rank;
+  changed_.notify_all();
+  return Status::Ok();
+}
+
+std::optional<Status> Domain::AllClosed(const Version& version) {
+  VersionState* state;
+  if (Status status = FindVersion(version, "collect", &state); !status.ok()) return status;
+  if (state->closed != all_ranks() || IsStaged(version.key())) return std::nullopt;
+  return Status::Ok();
+}
+
+std::string Domain::DescribeUnclosed(const Version& version) const {
+  const auto it = versions_.find(version.key());
+  uint64_t missing = it == versions_.end() ? 0 : all_ranks() & ~it->second.closed;
+  for (const Stage& stage : stages_) {
+    if (stage.key && std::get<0>(*stage.key) == version.key()) missing |= all_ranks() & ~stage.closed;
+  }
+  return "collect: " + Where(version) + ": rank " + Ranks(missing) + " has not sent all its gradients";
+}
+
+Status Domain::Collect(const Version& version, int rank,
+                       const std::function<void(int layer, int local, const float* sum)>& take_sum, Executor& executor) {
+  Gradients mine;
+  VersionState* state;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (Status status = FindVersion(version, "collect", &state); !status.ok()) return status;
+    std::swap(mine, state->gradients[rank]);
+    state->released |= 1ull << rank;
+  }
+  ParallelFor(executor, int64_t{shape_.layers} * shape_.blocks_per_member, [&](int64_t task) {
+    const int layer = int(task / shape_.blocks_per_member), local = int(task % shape_.blocks_per_member);
+    const bool is_written = mine.sums != nullptr && mine.written[task];
+    take_sum(layer, local, is_written ? mine.sums.get() + task * shape_.block_elems : nullptr);
+  });
+  if (mine.sums == nullptr) return Status::Ok();
+  std::lock_guard<std::mutex> lock(mutex_);
+  spare_gradients_.push_back(std::move(mine));
+  return Status::Ok();
+}
+
+Status Domain::Release(const Version& version, int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (Status status = CheckOpen(version, "release"); !status.ok()) return status;
+  const auto it = versions_.find(version.key());
+  if (it == versions_.end()) return Status::Ok();
+  it->second.closed |= 1ull << rank;
+  it->second.released |= 1ull << rank;
+  changed_.notify_all();
+  return Status::Ok();
+}
+
+void Domain::CountWait(const Version& version, int rank, int layer, WaitKind kind, double microseconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = versions_.find(version.key());
+  if (it == versions_.end()) return;
+  it->second.waits_us[(size_t(rank) * shape_.layers + layer) * kNumWaitKinds + kind] += microseconds;
+}
+
+Status Domain::ReadLedger(const Version& version, int rank, int32_t* counts, float* waits_us) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  VersionState* state;
+  if (Status status = FindVersion(version, "ledger", &state); !status.ok()) return status;
+  const size_t num_counts = size_t(shape_.layers) * kNumPurposes * shape_.experts;
+  std::memcpy(counts, state->counts.data() + rank * num_counts, num_counts * sizeof(int32_t));
+  const size_t num_waits = size_t(shape_.layers) * kNumWaitKinds;
+  for (size_t i = 0; i < num_waits; ++i) waits_us[i] = float(state->waits_us[rank * num_waits + i]);
+  return Status::Ok();
+}
+
+void Domain::WaitForChange(std::unique_lock<std::mutex>& lock, double seconds) {
+  changed_.wait_for(lock, std::chrono::duration<double>(seconds));
+}
+
+void Domain::Chaos() {
+  if (!chaos_) return;
+  int64_t delay_us;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    delay_us = std::uniform_int_distribution<int64_t>(0, 3000)(*chaos_);
+  }
+  std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+}
+
+}  // namespace fef

@@ -1,0 +1,482 @@
+// Checks the pool's core without XLA, with one thread for each member: every check prints what is wrong and makes the
+// exit code 1. Meant to be run under a sanitizer: most of what can go wrong here is a race.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "await.h"
+#include "domain.h"
+#include "pool.h"
+
+namespace {
+
+using fef::Code;
+using fef::Domain;
+using fef::Lease;
+using fef::Status;
+using fef::Version;
+
+std::atomic<int> num_failures{0};
+
+void Check(bool ok, const std::string& what) {
+  if (ok) return;
+  std::printf("FAILED: %s\n", what.c_str());
+  num_failures = 1;
+}
+
+void CheckOk(const Status& status, const std::string& what) { Check(status.ok(), what + ": " + status.message); }
+
+void CheckError(const Status& status, Code code, const std::string& text, const std::string& what) {
+  Check(status.code == code && status.message.find(text) != std::string::npos,
+        what + ": code " + std::to_string(int(status.code)) + ", " + status.message);
+}
+
+// Every task on a thread of its own, so that the core's own parallel loops race as much as they can.
+class Threads : public fef::Executor {
+ public:
+  ~Threads() override {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  void Schedule(std::function<void()> work) override { threads_.emplace_back(std::move(work)); }
+  int64_t Parallelism() const override { return 2; }
+
+ private:
+  std::vector<std::thread> threads_;
+};
+
+void InParallel(int num_threads, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < num_threads; ++i) threads.emplace_back(body, i);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// What a collective is to the members: nobody goes on before all have come.
+class Barrier {
+ public:
+  explicit Barrier(int size) : size_(size) {}
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++round_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return round_ != round; });
+  }
+
+ private:
+  const int size_;
+  int arrived_ = 0, round_ = 0;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+// Gives the other threads a chance at a place that the seed chooses.
+void MaybePause(std::mt19937& random) {
+  if (random() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+}
+
+fef::TableShape Shape(int members, int experts, int layers, int64_t block_elems, int slots, int stages) {
+  fef::TableShape shape;
+  shape.name = "moe";
+  shape.layers = layers;
+  shape.experts = experts;
+  shape.members = members;
+  shape.blocks_per_member = (experts + members - 1) / members;
+  for (int expert = 0; expert < experts; ++expert) {
+    shape.home.push_back(expert % members);
+    shape.local.push_back(expert / members);
+  }
+  shape.block_elems = block_elems;
+  shape.slots = slots;
+  shape.stages = stages;
+  return shape;
+}
+
+constexpr int32_t kIncarnation = 5;
+constexpr double kDeadline = 60.0;
+
+Version At(int counter, int microbatch = 0) { return {kIncarnation, counter, microbatch}; }
+
+struct Opened {
+  explicit Opened(const fef::TableShape& shape, double deadline_s = kDeadline)
+      : domain(shape, kIncarnation, deadline_s, std::nullopt) {
+    CheckOk(domain.Open(0), "Open");
+  }
+  Domain domain;
+};
+
+Status Wait(Domain& domain, const std::function<std::optional<Status>()>& poll) {
+  std::unique_lock<std::mutex> lock(domain.mutex());
+  for (;;) {
+    if (const std::optional<Status> status = poll()) return *status;
+    domain.WaitForChange(lock, 1.0);
+  }
+}
+
+float BlockValue(int counter, int layer, int local, int rank) { return counter + 1000.0f * layer + 0.25f * local + 0.001f * rank; }
+
+Status Publish(Domain& domain, int counter, int rank, int64_t run) {
+  Threads executor;
+  const int64_t elems = domain.shape().block_elems;
+  return domain.Publish(
+      At(counter), rank, run,
+      [&](int layer, int local, char* block) {
+        float* out = reinterpret_cast<float*>(block);
+        std::fill(out, out + elems, BlockValue(counter, layer, local, rank));
+      },
+      executor);
+}
+
+bool HoldsOnly(const Lease& lease, int64_t elems, float value) {
+  const float* block = static_cast<const float*>(lease.block());
+  return std::all_of(block, block + elems, [&](float x) { return x == value; });
+}
+
+// A whole training step of one member: read, send gradients of all layers in reverse, collect, and check every number.
+float Gradient(int counter, int layer, int expert, int source, int64_t i) {
+  return 0.1f * counter + 0.37f * layer + 0.011f * expert + 1.7f * source + 1e-3f * i;
+}
+
+bool Sends(int counter, int layer, int expert, int source) { return (counter + 3 * layer + 5 * expert + 7 * source) % 3 != 0; }
+
+void SendGradients(Domain& domain, const Version& version, int rank, int64_t run, int layer) {
+  const fef::TableShape& shape = domain.shape();
+  int stage = -1;
+  CheckOk(Wait(domain, [&] { return domain.StageAdmitted(version, rank, run, layer, &stage); }), "StageAdmitted");
+  std::vector<int> experts;
+  for (int expert = 0; expert < shape.experts; ++expert) {
+    if (Sends(version.counter, layer, expert, rank)) experts.push_back(expert);
+  }
+  std::vector<float*> blocks;
+  CheckOk(domain.StagedGradients(version, rank, layer, stage, experts, &blocks), "StagedGradients");
+  for (size_t k = 0; k < blocks.size(); ++k) {
+    for (int64_t i = 0; i < shape.block_elems; ++i) blocks[k][i] = Gradient(version.counter, layer, experts[k], rank, i);
+  }
+  Threads executor;
+  CheckOk(domain.CloseStage(version, rank, layer, stage, experts, executor), "CloseStage");
+}
+
+// Every stage that all members send is added `times` times.
+void CollectAndCheck(Domain& domain, int counter, int rank, int times) {
+  const fef::TableShape& shape = domain.shape();
+  CheckOk(domain.CloseVersion(At(counter), rank), "CloseVersion");
+  CheckOk(Wait(domain, [&] { return domain.AllClosed(At(counter)); }), "AllClosed");
+  Threads executor;
+  std::atomic<int> num_taken{0};
+  CheckOk(domain.Collect(
+              At(counter), rank,
+              [&](int layer, int local, const float* sum) {
+                ++num_taken;
+                const int expert = local * shape.members + rank;
+                std::vector<float> wanted;
+                for (int source = 0; source < shape.members && expert < shape.experts; ++source) {
+                  if (!Sends(counter, layer, expert, source)) continue;
+                  const bool is_first = wanted.empty();
+                  wanted.resize(shape.block_elems);
+                  for (int64_t i = 0; i < shape.block_elems; ++i) {
+                    const float g = Gradient(counter, layer, expert, source, i);
+                    wanted[i] = is_first ? g : wanted[i] + g;
+                  }
+                }
+                if (sum == nullptr || wanted.empty()) return Check(sum == nullptr && wanted.empty(), "a sum of nothing is null");
+                const std::vector<float> once = wanted;
+                for (int again = 1; again < times; ++again) {
+                  for (int64_t i = 0; i < shape.block_elems; ++i) wanted[i] += once[i];
+                }
+                Check(std::memcmp(sum, wanted.data(), wanted.size() * sizeof(float)) == 0,
+                      "sums are in rank order, bit for bit: version " + std::to_string(counter) + ", expert " + std::to_string(expert));
+              },
+              executor),
+          "Collect");
+  Check(num_taken == shape.layers * shape.blocks_per_member, "Collect names every place");
+}
+
+void TestTrainingSteps(int members, int experts, int64_t block_elems, int steps) {
+  const int layers = 4;
+  Opened opened(Shape(members, experts, layers, block_elems, /*slots=*/2, /*stages=*/2));
+  Domain& domain = opened.domain;
+  Barrier barrier(members);
+  InParallel(members, [&](int rank) {
+    std::mt19937 random(rank);
+    for (int counter = 1; counter <= steps; ++counter) {
+      barrier.Wait();  // the collective that agrees on the version
+      MaybePause(random);
+      CheckOk(Publish(domain, counter, rank, /*run=*/counter), "Publish");
+      for (int layer = 0; layer < layers; ++layer) {
+        std::vector<int> all(experts);
+        for (int expert = 0; expert < experts; ++expert) all[expert] = expert;
+        CheckOk(Wait(domain, [&] { return domain.Published(At(counter), all); }), "Published");
+        for (int expert : all) {
+          Lease lease;
+          CheckOk(domain.Read(At(counter), rank, layer, expert, &lease), "Read");
+          const int home = expert % members;
+          Check(HoldsOnly(lease, block_elems, BlockValue(counter, layer, expert / members, home)), "a block has its publisher's contents");
+        }
+      }
+      for (int layer = layers - 1; layer >= 0; --layer) {
+        MaybePause(random);
+        SendGradients(domain, At(counter), rank, counter, layer);
+      }
+      CollectAndCheck(domain, counter, rank, /*times=*/1);
+    }
+  });
+}
+
+// One layer is used twice by branches that do not depend on each other, so that both wait, write and sum at once.
+void TestLayerUsedTwice() {
+  const int members = 3;
+  Opened opened(Shape(members, 3, 2, 20000, /*slots=*/2, /*stages=*/2));
+  Domain& domain = opened.domain;
+  for (int counter = 1; counter <= 10; ++counter) {
+    InParallel(members, [&](int rank) {
+      CheckOk(Publish(domain, counter, rank, counter), "Publish");
+      InParallel(2, [&](int branch) {
+        std::mt19937 random(rank * 100 + counter * 2 + branch);
+        MaybePause(random);
+        SendGradients(domain, At(counter), rank, counter, 1);
+        SendGradients(domain, At(counter), rank, counter, 0);
+      });
+      CollectAndCheck(domain, counter, rank, /*times=*/2);
+    });
+  }
+}
+
+// Readers with old addresses get what they asked for or a refusal, and what they hold does not change.
+void TestStaleReaders() {
+  const int64_t elems = 4000;
+  Opened opened(Shape(/*members=*/2, /*experts=*/2, /*layers=*/1, elems, /*slots=*/2, /*stages=*/2));
+  Domain& domain = opened.domain;
+  std::atomic<int> newest{0}, num_read{0}, num_refused{0};
+  std::atomic<bool> is_done{false};
+  std::vector<std::thread> readers;
+  for (int reader = 0; reader < 3; ++reader) {
+    readers.emplace_back([&, reader] {
+      std::mt19937 random(reader);
+      while (!is_done) {
+        const int counter = std::max(1, newest - int(random() % 4));
+        Lease lease;
+        const Status status = domain.Read(At(counter), 1, 0, 0, &lease);
+        if (!status.ok()) {
+          Check(status.code == Code::kStaleVersion, "a reader is refused as stale: " + status.message);
+          ++num_refused;
+          continue;
+        }
+        for (int look = 0; look < 2; ++look) {
+          Check(HoldsOnly(lease, elems, BlockValue(counter, 0, 0, 0)), "a leased block keeps its contents");
+          if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+        ++num_read;
+      }
+    });
+  }
+  for (int counter = 1; counter <= 400; ++counter) {
+    for (int rank : {0, 1}) CheckOk(Publish(domain, counter, rank, /*run=*/counter), "Publish");
+    newest = counter;
+    for (int rank : {0, 1}) CheckOk(domain.Release(At(counter), rank), "Release");
+  }
+  is_done = true;
+  for (std::thread& reader : readers) reader.join();
+  Check(num_read > 0 && num_refused > 0, "readers saw both: " + std::to_string(num_read) + " read, " + std::to_string(num_refused) + " refused");
+}
+
+// Two versions of one program are published at the same time by the same member.
+void TestPublishTwoAtOnce() {
+  const int64_t elems = 50000;
+  Opened opened(Shape(1, 2, 2, elems, /*slots=*/2, /*stages=*/2));
+  Domain& domain = opened.domain;
+  for (int counter = 1; counter < 40; counter += 2) {
+    InParallel(2, [&](int i) { CheckOk(Publish(domain, counter + i, 0, /*run=*/counter), "Publish"); });
+    for (int i : {0, 1}) {
+      for (int layer : {0, 1}) {
+        Lease lease;
+        CheckOk(domain.Read(At(counter + i), 0, layer, 1, &lease), "Read");
+        Check(lease.block() != nullptr && HoldsOnly(lease, elems, BlockValue(counter + i, layer, 1, 0)), "two versions do not share a slot");
+      }
+    }
+    CheckError(Publish(domain, 1000 + counter, 0, /*run=*/counter), Code::kResourceExhausted, "all 2 slots hold versions that are still open",
+               "a third open version in one execution");
+  }
+}
+
+// A slot that is being read is taken last, and written to only when the reader is done.
+void TestLeases() {
+  Opened opened(Shape(1, 1, 1, 10, /*slots=*/2, /*stages=*/2), /*deadline_s=*/0.05);
+  Domain& domain = opened.domain;
+  {
+    Lease leases[2];
+    for (int counter : {1, 2}) {
+      CheckOk(Publish(domain, counter, 0, counter), "Publish beside a leased slot");
+      CheckOk(domain.Read(At(counter), 0, 0, 0, &leases[counter - 1]), "Read");
+      CheckOk(domain.Release(At(counter), 0), "Release");
+    }
+    CheckError(Publish(domain, 3, 0, 3), Code::kDeadlineExceeded, "publish: table moe, version (5,3), rank 0, layer 0: a reader still holds",
+               "leases that are never dropped");
+    for (int counter : {1, 2}) Check(HoldsOnly(leases[counter - 1], 10, BlockValue(counter, 0, 0, 0)), "a leased block was not written to");
+    Lease late;
+    CheckError(domain.Read(At(1), 0, 0, 0, &late), Code::kStaleVersion, "no slot holds this version", "a version whose slot was taken away");
+  }
+  CheckOk(Publish(domain, 4, 0, 4), "Publish after the leases were dropped");
+  Lease lease;
+  CheckOk(domain.Read(At(4), 0, 0, 0, &lease), "Read");
+}
+
+// A failed execution leaves stages that nobody will close; the next execution takes them over.
+void TestAbandonedStages() {
+  Opened opened(Shape(2, 2, 3, 10, 2, 2));
+  Domain& domain = opened.domain;
+  int stage = -1;
+  for (int rank : {0, 1}) CheckOk(Publish(domain, 1, rank, 1), "Publish");
+  for (int layer : {2, 1}) CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(1), 0, 1, layer, &stage); }), "StageAdmitted");
+  {
+    std::lock_guard<std::mutex> lock(domain.mutex());
+    Check(!domain.StageAdmitted(At(1), 0, 1, 0, &stage), "no third stage within the execution");
+    Check(domain.DescribeStages() == "accumulate: table moe: every stage is taken: layer 2 waits for rank 0,1; layer 1 waits for rank 0,1;",
+          domain.DescribeStages());
+  }
+  for (int run : {2, 3}) {  // the same version's gradients once more, then a new version
+    const int counter = run - 1;
+    InParallel(2, [&](int rank) {
+      if (counter == 2) CheckOk(Publish(domain, counter, rank, run), "Publish");
+      for (int layer : {2, 1, 0}) SendGradients(domain, At(counter), rank, run, layer);
+      CollectAndCheck(domain, counter, rank, 1);
+    });
+    CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(counter), 0, run, 0, &stage); }), "StageAdmitted");
+  }
+  std::vector<float*> blocks;
+  CheckError(domain.StagedGradients(At(1), 0, 1, 1, {0}, &blocks), Code::kInvalidArgument, "rank 0 was not admitted to a stage", "the old admission");
+}
+
+void TestRefusals() {
+  Opened opened(Shape(2, 2, 1, 10, 2, 2));
+  Domain& domain = opened.domain;
+  for (int counter = 1; counter <= 40; ++counter) {
+    for (int rank : {0, 1}) CheckOk(Publish(domain, counter, rank, counter), "Publish");  // never released
+  }
+  Lease lease;
+  auto published = [&](const Version& version) {
+    std::lock_guard<std::mutex> lock(domain.mutex());
+    return domain.Published(version, {0, 1});
+  };
+  Check(!published(At(41)), "a version that may still come is waited for");
+  Check(published(At(40))->ok(), "the newest version is there");
+  CheckError(*published(At(1)), Code::kStaleVersion, "version (5,1) is no longer remembered", "an old version is not waited for");
+  CheckError(*published({kIncarnation + 1, 40, 0}), Code::kStaleVersion, "belongs to another incarnation", "another incarnation");
+  CheckError(domain.Read(At(38), 0, 0, 1, &lease), Code::kStaleVersion, "expert 1, home rank 1: no slot holds this version", "a refilled slot");
+  CheckError(domain.Read(At(40), 0, 1, 0, &lease), Code::kInvalidArgument, "layer 1, expert 0 is out of range", "layer out of range");
+  CheckError(domain.Read(At(40), 0, 0, 2, &lease), Code::kInvalidArgument, "expert 2 is out of range", "expert out of range");
+  CheckError(domain.CloseVersion(At(1), 0), Code::kStaleVersion, "collect: table moe, version (5,1)", "closing an old version");
+  CheckOk(domain.Release(At(1), 0), "releasing an old version");
+  int stage = -1;
+  CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(40), 0, 40, 0, &stage); }), "StageAdmitted");
+  std::vector<float*> blocks;
+  Threads executor;
+  CheckError(domain.StagedGradients(At(40), 0, 0, stage, {0, 2}, &blocks), Code::kInvalidArgument, "expert 2 is out of range", "gradient out of range");
+  CheckError(domain.CloseStage(At(40), 1, 0, stage, {}, executor), Code::kInvalidArgument, "rank 1 was not admitted", "a rank without admission");
+  CheckError(Domain(Shape(65, 65, 1, 1, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kInvalidArgument, "at most 64", "65 members");
+  CheckError(Domain(Shape(1, 1, 1, int64_t{1} << 48, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kResourceExhausted,
+             "of 2251799813689344 bytes failed", "more memory than there is");
+  domain.Close();
+  CheckError(domain.Read(At(40), 0, 0, 0, &lease), Code::kPoolClosed, "closed", "Read after Close");
+  CheckError(Publish(domain, 41, 0, 41), Code::kPoolClosed, "closed", "Publish after Close");
+}
+
+int NumSegments() {
+  std::ifstream maps("/proc/self/maps");
+  int num = 0;
+  for (std::string line; std::getline(maps, line);) num += line.find("memfd:fef-") != std::string::npos;
+  return num;
+}
+
+// Waits of every kind end when the pool is closed, each is answered once, and the last one frees the memory.
+void TestCloseEndsWaits() {
+  auto pool = fef::OpenPool(/*groups=*/1, kDeadline, std::nullopt);
+  int32_t table = -1;
+  CheckOk(pool->AddTable(Shape(2, 2, 1, 1000, 2, 2), &table), "AddTable");
+  Check(NumSegments() == 2, "a segment for each member");
+  Domain& domain = *pool->domain(table, 0);
+  const Version version{pool->incarnation(), 1, 0}, never{pool->incarnation(), 2, 0};
+  Threads executor;
+  for (int rank : {0, 1}) CheckOk(domain.Publish(version, rank, 1, [](int, int, char*) {}, executor), "Publish");
+  CheckOk(domain.CloseVersion(version, 0), "CloseVersion");
+  int stage = -1;
+  for (int use : {0, 1}) CheckOk(Wait(domain, [&] { return domain.StageAdmitted(version, 0, 1, 0, &stage); }), "StageAdmitted " + std::to_string(use));
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  int num_answers = 0;
+  auto done = [&](const Status& status, double) {
+    CheckError(status, Code::kPoolClosed, "the pool was closed", "a wait when the pool is closed");
+    std::lock_guard<std::mutex> lock(mutex);
+    ++num_answers;
+    changed.notify_all();
+  };
+  auto describe = [] { return std::string("unused"); };
+  for (int i = 0; i < 4; ++i) {
+    fef::Await(pool, domain, [&domain, never] { return domain.Published(never, {0}); }, describe, done);
+    fef::Await(pool, domain, [&domain, version] { return domain.AllClosed(version); }, describe, done);
+    fef::Await(pool, domain, [&domain, version, stage]() mutable { return domain.StageAdmitted(version, 0, 1, 0, &stage); }, describe, done);
+  }
+  fef::ClosePool(pool->incarnation());
+  fef::Await(pool, domain, [&domain, version] { return domain.AllClosed(version); }, describe, done);  // answered at once
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait(lock, [&] { return num_answers == 13; });
+  lock.unlock();
+  Check(fef::FindPool(pool->incarnation()) == nullptr, "a closed pool is not found");
+  const std::weak_ptr<fef::Pool> watch = pool;
+  pool.reset();
+  while (!watch.expired()) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the waits' threads end
+  Check(NumSegments() == 0, "no segment is left");
+}
+
+void TestDeadline() {
+  auto pool = fef::OpenPool(1, /*deadline_s=*/0.02, std::nullopt);
+  int32_t table = -1;
+  CheckOk(pool->AddTable(Shape(2, 2, 1, 10, 2, 2), &table), "AddTable");
+  Domain& domain = *pool->domain(table, 0);
+  const Version version{pool->incarnation(), 1, 0};
+  Threads executor;
+  CheckOk(domain.Publish(version, 1, 1, [](int, int, char*) {}, executor), "Publish");
+  std::atomic<bool> is_done{false};
+  fef::Await(
+      pool, domain, [&] { return domain.Published(version, {0, 1}); }, [&] { return domain.DescribeUnpublished(version); },
+      [&](const Status& status, double waited_us) {
+        CheckError(status, Code::kDeadlineExceeded, "get: table moe, version " + version.text() + ": rank 0 has not published it within 0.02",
+                   "the deadline's text");
+        Check(waited_us > 0, "the wait is measured");
+        is_done = true;
+      });
+  while (!is_done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  fef::ClosePool(pool->incarnation());
+}
+
+}  // namespace
+
+int main() {
+  std::setvbuf(stdout, nullptr, _IONBF, 0);
+  TestTrainingSteps(/*members=*/4, /*experts=*/6, /*block_elems=*/37, /*steps=*/25);
+  TestTrainingSteps(/*members=*/2, /*experts=*/3, /*block_elems=*/40000, /*steps=*/4);
+  TestLayerUsedTwice();
+  TestStaleReaders();
+  TestPublishTwoAtOnce();
+  TestLeases();
+  TestAbandonedStages();
+  TestRefusals();
+  TestCloseEndsWaits();
+  TestDeadline();
+  std::puts(num_failures == 0 ? "all passed" : "some failed");
+  return num_failures;
+}

@@ -1,0 +1,165 @@
+"""A model that compiles in seconds, and steps of it that tests share. No test file: tests import it.
+
+XLA spends most of a small test's time on generating code, so the code here is generated with little optimisation, and
+programs compiled before are taken from a folder. Both change speed only.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+from typing import Any
+
+# Read when the backend starts, which no test file does while it is imported.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from fef import sharding
+from fef.checkpoint import to_logical
+from fef.config import Config, freeze, validate
+from fef.pool.pool import Pool
+from fef.step import Stepper, TrainState, is_expert
+
+ROOT = pathlib.Path(__file__).parent.parent
+COMPILING = {
+    "jax_disable_most_optimizations": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+# SGD rather than Adam: its steps show a wrong scale of the gradient. Without the balance loss, which is a mean over
+# microbatches, the loss is the same function however a batch is split.
+SMALL = {
+    "model.d_model": 16,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.d_ff": 32,
+    "moe.num_experts": 6,
+    "moe.d_expert": 32,
+    "moe.dispatcher": "reference",
+    "routing.top_k.balance_coef": 0.0,
+    "data.path": str(ROOT / "fef/corpus/topics.jsonl.gz"),
+    "data.seq_len": 16,
+    "data.batch_size": 8,
+    "optim.name": "sgd",
+    "optim.learning_rate": 0.3,
+    "optim.warmup_steps": 0,
+    "optim.decay_steps": 1000,
+    "optim.weight_decay": 0.0,
+    "optim.clip_norm": None,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_compilation(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "compiled_programs"
+    folder.mkdir(exist_ok=True)
+    settings = COMPILING | {"jax_compilation_cache_dir": str(folder)}
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def small_config(changes: dict[str, Any] | None = None) -> Config:
+    """The small configuration with changes, {"model.d_model": 32, ...}; validated and frozen."""
+    config = Config()
+    for key, value in (SMALL | (changes or {})).items():
+        *sections, name = key.split(".")
+        section = functools.reduce(getattr, sections, config)
+        setattr(section, name, value)
+    validate(config)
+    freeze(config)
+    return config
+
+
+@dataclasses.dataclass
+class Steps:
+    """What some training steps gave, in NumPy arrays.
+
+    Attributes:
+      rows: the metrics of each step.
+      before, after: the state, experts in logical order.
+      physical: the state after the steps, with the experts' empty positions.
+      stepper: what was run.
+    """
+
+    stepper: Stepper
+    rows: list[dict[str, Any]]
+    before: TrainState
+    after: TrainState
+    physical: TrainState
+
+    def curve(self, name: str = "loss") -> np.ndarray:
+        return np.array([row[name] for row in self.rows])
+
+
+def take_steps(changes: dict[str, Any] | None = None, num_steps: int = 3) -> Steps:
+    """Trains the small configuration on fixed random batches, whose masks have different lengths."""
+    return _take_steps(tuple(sorted((changes or {}).items())), num_steps)
+
+
+@functools.cache
+def _take_steps(changes: tuple, num_steps: int) -> Steps:
+    config = small_config(dict(changes))
+    mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
+    stepper = Stepper(config, mesh)
+    shardings = stepper.shardings()
+    with Pool(mesh) if config.moe.dispatcher == "pooled" else contextlib.nullcontext():
+        state = jax.jit(stepper.init, out_shardings=shardings)()
+        before = logical(stepper, state)
+        step = jax.jit(stepper.train_step, donate_argnums=0, out_shardings=(shardings, None))
+        rows = []
+        for number in range(num_steps):
+            state, metrics = step(state, jax.device_put(batch(number), sharding.named(mesh, sharding.TOKENS)))
+            rows.append(jax.device_get(metrics))
+        return Steps(stepper, rows, before, logical(stepper, state), jax.device_get(state))
+
+
+def logical(stepper: Stepper, state: TrainState) -> TrainState:
+    return to_logical(jax.device_get(state), is_expert, stepper.table.position_E, stepper.expert_axis)
+
+
+def batch(number: int) -> dict[str, np.ndarray]:
+    """Random tokens; of the sequences, some are full and others padded to different lengths."""
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(0, 256, (8, 17)).astype(np.int32)
+    lengths_B = np.roll([16, 1, 5, 16, 9, 3, 16, 12], number)
+    return {
+        "inputs_BS": tokens[:, :-1],
+        "targets_BS": tokens[:, 1:],
+        "mask_BS": np.arange(16)[None, :] < lengths_B[:, None],
+    }
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    """{path: array}"""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
+
+
+def assert_equal(tree: Any, expected: Any) -> None:
+    """The same leaves, bit for bit."""
+    tree, expected = leaves(tree), leaves(expected)
+    assert tree.keys() == expected.keys()
+    for path, leaf in tree.items():
+        np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+def assert_close(tree: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """The same leaves within `tolerance`, absolute and relative to the largest element of the leaf."""
+    tree, expected = leaves(tree), leaves(expected)
+    assert tree.keys() == expected.keys()
+    for path, leaf in tree.items():
+        scale = max(1.0, float(np.abs(expected[path]).max(initial=0)))
+        np.testing.assert_allclose(leaf, expected[path], rtol=0, atol=tolerance * scale, err_msg=path)

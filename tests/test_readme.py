@@ -1,0 +1,197 @@
+"""README.md is true: its examples run, its commands and keys exist, its numbers are those of results/."""
+
+import contextlib
+import functools
+import importlib
+import math
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import fef
+from experiments import bench_dispatch, flags, readme_tables, train
+from fef import sharding
+from fef.config import Config, UserError, flatten
+from fef.dispatch import DISPATCHERS
+from fef.registry import load_file, scan
+from fef.routing import ROUTERS
+from fef.step import Stepper
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = dict(re.findall(r"<!-- example: ([\w.]+) -->\n```python\n(.*?)```", README, re.S))
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    if line.strip()
+]
+SMALL = (
+    "--config.model.d_model=16 --config.model.num_heads=2 --config.model.num_layers=1 --config.moe.num_experts=5 "
+    "--config.moe.d_expert=8 --config.data.seq_len=8 --config.data.batch_size=8 --config.mesh.devices=4"
+).split()
+
+compiled = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)  # compiling is all it costs
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Writes an example to a file of its name in the current directory; forgets afterwards what it registers."""
+    monkeypatch.chdir(tmp_path)
+    scan("fef.routing")
+    scan("fef.dispatch")
+    for registry in (ROUTERS, DISPATCHERS):
+        monkeypatch.setattr(registry, "_table", dict(registry._table))
+
+    def write(name):
+        pathlib.Path(name).write_text(EXAMPLES[name])
+        return name
+
+    return write
+
+
+def train_one_step(words):
+    """Loss of the first step, and whether all parameters moved."""
+    config, _ = flags.parse(["train", *SMALL, *words], train.define)
+    mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
+    stepper = Stepper(config, mesh)
+    windows = np.random.default_rng(0).integers(0, 256, (config.data.batch_size, config.data.seq_len + 1))
+    batch = {"inputs_BS": windows[:, :-1], "targets_BS": windows[:, 1:], "mask_BS": np.ones(windows[:, 1:].shape, bool)}
+    batch = jax.device_put(batch, sharding.named(mesh, sharding.TOKENS))
+    state = jax.device_put(stepper.init(), stepper.shardings())
+    pool = fef.Pool(mesh) if config.moe.dispatcher == "pooled" else contextlib.nullcontext()
+    with pool:
+        new, metrics = compiled(stepper.train_step)(state, batch)
+        moved = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, new.params)
+    return float(metrics["loss"]), all(jax.tree.leaves(moved))
+
+
+def test_the_routing_scheme_keeps_the_rules_and_trains(example):
+    example("my_router.py")
+    exec(compile(EXAMPLES["check_my_router.py"], "check_my_router.py", "exec"), {})
+    router = ROUTERS.get("my_sigmoid")(num_experts=4, num_choices=2)
+    tiny = {"gate_DE": jnp.full((2, 4), -200.0)}
+    mask_BS = jnp.ones((1, 3), bool)
+    ctx = fef.RouterContext(mask_BS, mask_BS.astype(int), 0, 0, jax.random.key(0), True, {}, lambda tree: tree)
+    assignment, _ = router(tiny, jnp.ones((1, 3, 2)), ctx)
+    np.testing.assert_allclose(assignment.weight_N, 0.5)  # sigmoid(-400) is 0, and 0 / 0 no number
+    loss, all_moved = train_one_step(
+        ["--config.routing.module=my_router.py", "--config.moe.router=my_sigmoid", "--config.moe.dispatcher=all_gather"]
+    )
+    assert math.isfinite(loss) and all_moved
+
+
+def test_the_dispatcher_equals_reference_and_trains(example):
+    load_file(example("my_dispatcher.py"))
+    mesh = fef.make_mesh(4)
+    x_BSD = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 16)), jnp.float32)
+
+    def value_and_grads(dispatcher):
+        layer = fef.MoeLayer(16, 8, 5, 2, mesh=mesh, rngs=nnx.Rngs(0), dispatcher=dispatcher)
+        graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+        def loss(params, x_BSD):
+            y_BSD, metrics = nnx.merge(graph, params, rest)(x_BSD)
+            return (y_BSD * jnp.cos(x_BSD)).sum(), (y_BSD, metrics["moved_QP"])
+
+        return compiled(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x_BSD)
+
+    ((_, (y, moved_MQP)), grads), ((_, (y_reference, _)), grads_reference) = map(
+        value_and_grads, ("my_dense", "reference")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (y, grads), (y_reference, grads_reference))
+    assert moved_MQP[:, 0].sum() == 4 * 6  # weights: each of 4 members reads the 6 of 8 positions that others hold
+    loss, all_moved = train_one_step(["--config.dispatch.module=my_dispatcher.py", "--config.moe.dispatcher=my_dense"])
+    assert math.isfinite(loss) and all_moved
+
+
+def test_a_model_of_ones_own(example):
+    done = subprocess.run([sys.executable, example("own_model.py")], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    loss, accuracy = map(float, re.fullmatch(r"loss (\S+), accuracy on other data (\S+)\n", done.stdout).groups())
+    assert loss < 0.6 and accuracy > 0.7
+
+
+def test_every_example_is_tested():
+    assert set(EXAMPLES) == {"my_router.py", "check_my_router.py", "my_dispatcher.py", "own_model.py"}
+    assert README.count("```python") == len(EXAMPLES)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_exists_and_its_flags_parse(command, example):
+    for name in ("my_router.py", "my_dispatcher.py"):
+        example(name)
+    words = shlex.split(command)
+    if words[:2] == ["python", "-m"]:
+        program, words = importlib.import_module(words[2]), words[3:]
+    else:
+        assert (ROOT / words[0]).is_file(), command
+        if words[0] != "scripts/train.sh":
+            assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests"))
+            return
+        program, words = train, words[1:]
+    parse = flags.parse_flags if program in PLAIN else flags.parse
+    try:
+        parse([program.__name__, *words], getattr(program, "define", lambda values: None), doc=program.__doc__)
+    except SystemExit as stop:  # --help and the lists
+        assert stop.code == 0
+
+
+PLAIN = [importlib.import_module(f"experiments.{name}") for name in ("bench_ffn", "readme_tables")]
+
+
+def test_the_commands_are_found():
+    assert COMMANDS[:2] == ["scripts/train.sh", "scripts/test.sh"] and len(COMMANDS) > 8
+    with pytest.raises(UserError, match="unknown flag --jsn"):
+        flags.parse(["bench_dispatch", "--jsn=x"], bench_dispatch.define)
+
+
+def test_keys_files_and_links_exist():
+    known = flatten(Config())
+    for key in re.findall(r"\bconfig\.((?:[a-z_]+\.)+[a-z_]+)", README):
+        assert key in known or key.startswith("routing.my_sigmoid."), key
+    for path in re.findall(r"`((?:fef|experiments|configs|scripts|tests)/[\w./]*)`", README):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`([\w]+\.(?:h|cc))`", README):
+        assert (ROOT / "fef/native" / name).exists(), name
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+    headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^## (.*)$", README, re.M)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", README)) <= headings
+
+
+def test_numbers_are_those_of_the_results():
+    parts = [(match["kind"], match["name"]) for match in readme_tables.PART.finditer(README)]
+    assert parts == [
+        ("output", "train_tiny"), ("table", "bench_dispatch"), ("lines", "reading_order"), ("table", "bench_ffn")
+    ]  # fmt: skip
+    wanted = readme_tables.rewrite(README, kinds=("table", "output"))
+    assert wanted == README, "run python -m experiments.readme_tables"
+
+
+def test_the_reading_order_has_about_as_many_lines_as_it_says():
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", README, re.M)
+    assert [path for path, _ in rows] == list(readme_tables.READING_ORDER)
+    for path, lines in rows:
+        now = len((ROOT / path).read_text().splitlines())
+        assert abs(now - int(lines)) <= max(10, 0.2 * now), f"{path}: {now}; run python -m experiments.readme_tables"
+
+
+def test_a_missing_result_names_the_command_that_makes_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    with pytest.raises(UserError, match="python -m experiments.bench_ffn --json=results/bench_ffn.json"):
+        readme_tables.rewrite("<!-- table: bench_ffn -->\n<!-- end -->")
+    (tmp_path / "x.txt").write_text("a\x1bb\n```\n")
+    assert readme_tables.rewrite("<!-- output: x -->\nold\n<!-- end -->").splitlines() == [
+        "<!-- output: x -->", "````text", "a\N{REPLACEMENT CHARACTER}b", "```", "````", "<!-- end -->"
+    ]  # fmt: skip
