@@ -2,7 +2,7 @@
 
 Command:  python -m experiments.bench_dispatch [--json=FILE] [--steps=20] [--dispatchers=A,B] [flags of the config]
 Hardware: CPU, `config.mesh.devices` virtual devices in one process; meant for a machine that does nothing else.
-Time:     about 5 minutes for configs/tiny.py on two cores, most of it compilation.
+Time:     minutes for configs/tiny.py on two cores, nearly all of it compilation.
 
 One model, the same initial parameters and the same batches for every dispatcher. They take turns: in each step every
 dispatcher runs once, so that a busy neighbour disturbs all alike. `ratio` is the median over the steps of its time by
@@ -17,12 +17,9 @@ own process: these times say nothing about a network.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import pathlib
-import platform
-import subprocess
 import time
 from typing import Any
 
@@ -32,7 +29,7 @@ from absl import flags
 from jax.sharding import Mesh
 
 from experiments.flags import parse, run
-from fef import data, sharding, startup
+from fef import data, provenance, sharding, startup
 from fef.config import Config, ConfigError, config_hash
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.all_to_all import capacity_sizes
@@ -45,7 +42,6 @@ from fef.summary import bytes_text, number_text, percent_text
 
 REFERENCE, LEAST = "reference", "least"
 WARM_UP_STEPS = 2
-_PACKAGES = ("jax", "jaxlib", "flax", "fef")
 _SHOWN = ("weights", "refetch", "gradients", "tokens")
 
 
@@ -90,8 +86,6 @@ def _config(argv: list[str], name: str, steps: int) -> Config:
 
 def _setting(config: Config, words: list[str]) -> dict[str, Any]:
     """What all rows have in common."""
-    git = ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(git, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, timeout=10)
     return {
         "flags": " ".join(words),
         "steps": config.train.steps,
@@ -101,8 +95,8 @@ def _setting(config: Config, words: list[str]) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "tokens_per_step": config.data.batch_size * config.data.seq_len,
         "seed": config.train.seed,
-        "commit": commit.stdout.strip() or None,
-        "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES},
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
     }
 
 

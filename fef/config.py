@@ -398,6 +398,12 @@ def _has_type(value: Any, annotation: Any) -> bool:
     return any(value is None if option is type(None) else _has_type(value, option) for option in annotation.__args__)
 
 
+def moe_layers(config: Config) -> list[bool]:
+    """Which layers have experts: after `leading_dense`, every `every`-th."""
+    moe, layers = config.moe, range(config.model.num_layers)
+    return [bool(moe.every) and i >= moe.leading_dense and (i - moe.leading_dense + 1) % moe.every == 0 for i in layers]
+
+
 def head_dim(model: ModelConfig) -> int:
     return model.d_model // model.num_heads if model.head_dim is None else model.head_dim
 

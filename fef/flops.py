@@ -14,8 +14,7 @@ Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (ar
 
 import dataclasses
 
-from fef.config import Config, head_dim
-from fef.model import moe_layers
+from fef.config import Config, head_dim, moe_layers
 
 _SWIGLU_MATRICES = 3  # gate, up, down
 

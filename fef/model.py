@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fef import sharding
-from fef.config import Config, ModelConfig, head_dim
+from fef.config import Config, ModelConfig, head_dim, moe_layers
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts
@@ -264,12 +264,6 @@ class Decoder(nnx.Module):
             return apply(state, x_BSD, own, layer, replay)
 
         return jax.lax.scan(scanned, x_BSD, (state, own, layers_l, replay_l))
-
-
-def moe_layers(config: Config) -> list[bool]:
-    """Which layers have experts: after `leading_dense`, every `every`-th."""
-    moe, layers = config.moe, range(config.model.num_layers)
-    return [bool(moe.every) and i >= moe.leading_dense and (i - moe.leading_dense + 1) % moe.every == 0 for i in layers]
 
 
 def make_router(config: Config) -> Any:

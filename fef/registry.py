@@ -69,4 +69,8 @@ def load_file(path: str) -> None:
         raise ValueError(f"{path}: not a Python file; give the path of a .py file that registers a variant")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -137,7 +137,7 @@ class Stepper:
         (d_dense, d_prepared), metrics = self._accumulate(run, state.dense, prepared, batch, replay)
         (d_experts,) = collect(d_prepared)
         grads = {"experts": d_experts, "dense": d_dense}
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"])
 
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)

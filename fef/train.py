@@ -1,12 +1,9 @@
 """A training run: set-up, resume, the loop, evaluation, and what a run leaves in its folder."""
 
 import contextlib
-import importlib.metadata
 import json
 import pathlib
-import platform
 import shutil
-import subprocess
 import time
 from typing import Any
 
@@ -15,13 +12,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
-from fef import data, sharding
+from fef import data, provenance, sharding
 from fef.checkpoint import Checkpointer, logical_template, to_logical, to_physical
-from fef.config import Config, ConfigError, UserError, config_hash, resume_changes, to_dict
+from fef.config import Config, ConfigError, UserError, config_hash, moe_layers, resume_changes, to_dict
 from fef.dispatch import DISPATCHERS
 from fef.flops import train_flops_per_token
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
-from fef.model import moe_layers
 from fef.pool.ledger import bytes_by_purpose
 from fef.pool.pool import Pool
 from fef.report import write_report
@@ -32,7 +28,6 @@ from fef.testing.traces import Trace, TraceHeader, TraceWriter
 
 _RUN_FILES = "config.json changes.jsonl metrics.jsonl summary.json report.html checkpoints tensorboard".split()
 _SUMMARY_ROWS = 20  # last rows over which the summary averages what fluctuates
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "fef")
 
 
 def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any]:
@@ -304,8 +299,8 @@ class Training:
             "params_active": active,
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
-            "commit": _commit(),
-            "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES},
+            "commit": provenance.commit(),
+            "versions": provenance.versions(),
             "run_fields_changed": [[row["key"], row["old"], row["new"]] for row in changed],
         }
 
@@ -335,16 +330,3 @@ def _finished(folder: pathlib.Path, config: Config) -> dict[str, Any] | None:
 def _check_platform(config: Config) -> None:
     if config.moe.every:
         DISPATCHERS.get(config.moe.dispatcher).check_platform(jax.default_backend())
-
-
-def _commit() -> str | None:
-    """The commit of the source tree this package runs from, with a + when it has changes; None outside of git."""
-    here = pathlib.Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout
-
-    try:
-        return git("rev-parse", "HEAD").strip() + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

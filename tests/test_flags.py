@@ -14,6 +14,7 @@ import fef.config
 from experiments import flags, train
 from fef.config import ConfigError, Section, UserError, knob
 from fef.dispatch import DISPATCHERS
+from fef.registry import scan
 from fef.routing import ROUTERS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -202,7 +203,9 @@ class Weather:
 
 @pytest.fixture
 def registries(monkeypatch):
-    """Forgets after the test what it has registered."""
+    """Forgets after the test what it has registered, and nothing else."""
+    scan("fef.routing")
+    scan("fef.dispatch")
     for registry in (ROUTERS, DISPATCHERS):
         monkeypatch.setattr(registry, "_table", dict(registry._table))
 

@@ -1,15 +1,9 @@
 """The training step: one function of the parameters, whatever carries it out."""
 
-import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import assert_close, assert_equal, batch, fast_compilation, leaves, take_steps  # noqa: F401
-
-from fef import sharding
-from fef.step import count_params, is_expert
 
 LAYERS_2 = {"model.num_layers": 2}
 

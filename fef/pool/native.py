@@ -5,12 +5,13 @@ import functools
 import os
 import threading
 
+from fef.config import UserError
 from fef.native import build
 
 _lock = threading.Lock()  # functools.cache alone would let two threads load and register at the same time
 
 
-class NativeError(RuntimeError):
+class NativeError(UserError):
     """The native library cannot be used. The message names the file and the remedy."""
 
 
