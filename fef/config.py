@@ -91,6 +91,8 @@ class Section:
 
 @dataclasses.dataclass
 class ModelConfig(Section):
+    """Shape and arithmetic of the decoder."""
+
     vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes", ge=256)
     d_model: int = knob(128, "model", "D, width of the residual stream; without head_dim a multiple of num_heads", ge=1)
     num_layers: int = knob(4, "model", "number of decoder layers", ge=1)
@@ -119,6 +121,8 @@ class ModelConfig(Section):
 
 @dataclasses.dataclass
 class MoeConfig(Section):
+    """Experts: where, how many, and how tokens find and meet them."""
+
     every: int = knob(1, "model", "experts in every n-th layer; 0 makes a dense model", ge=0)
     leading_dense: int = knob(0, "model", "layers at the start that stay dense, at most num_layers", ge=0)
     num_experts: int = knob(8, "model", "E, experts per MoE layer", ge=1)
@@ -133,12 +137,16 @@ class MoeConfig(Section):
 
 @dataclasses.dataclass
 class MeshConfig(Section):
+    """Devices and their axes."""
+
     devices: int = knob(4, "run", "number of devices over all hosts", ge=1)
     data: int = knob(1, "run", "size of the data axis; the expert axis has R = devices / data members", ge=1)
 
 
 @dataclasses.dataclass
 class PoolConfig(Section):
+    """Slots, staging and waits of the pool."""
+
     transport: str = knob(
         "auto", "run", "how blocks travel; local is one process; FEF_TRANSPORT overrides it", choices=("auto", "local")
     )
@@ -150,6 +158,8 @@ class PoolConfig(Section):
 
 @dataclasses.dataclass
 class DataConfig(Section):
+    """Text, sequences and the held-out split."""
+
     path: str = knob("", "data", "file or folder (.txt .md .py .jsonl, also .gz); empty means the embedded corpus")
     text_key: str = knob("text", "data", "key of the text in .jsonl lines")
     seq_len: int = knob(128, "data", "S, tokens per sequence", ge=1)
@@ -160,6 +170,8 @@ class DataConfig(Section):
 
 @dataclasses.dataclass
 class OptimConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
     name: str = knob("adamw", "model", "optimizer", choices=("adamw", "sgd"))
     learning_rate: float = knob(3e-3, "model", "peak learning rate", gt=0)
     warmup_steps: int = knob(20, "model", "steps of linear warm-up", ge=0)
@@ -177,6 +189,8 @@ class OptimConfig(Section):
 
 @dataclasses.dataclass
 class TrainConfig(Section):
+    """Length of the run, accumulation and evaluation."""
+
     steps: int = knob(300, "run", "optimizer steps of the whole run", ge=1)
     microbatches: int = knob(1, "run", "parts into which a batch is split for gradient accumulation", ge=1)
     seed: int = knob(0, "model", "seed of initialisation and of every random choice in the step", ge=0, lt=2**32)
@@ -188,6 +202,8 @@ class TrainConfig(Section):
 
 @dataclasses.dataclass
 class CheckpointConfig(Section):
+    """How often to save and what to keep."""
+
     every: int = knob(100, "run", "steps between checkpoints; one is always made at the end", ge=1)
     keep: int = knob(2, "run", "newest checkpoints kept", ge=1)
     keep_best: int = knob(1, "run", "checkpoints with the lowest held-out loss kept beside them", ge=0)
@@ -195,6 +211,8 @@ class CheckpointConfig(Section):
 
 @dataclasses.dataclass
 class RunConfig(Section):
+    """What a run writes, and process settings."""
+
     tensorboard: bool = knob(True, "run", "write TensorBoard events")
     report: bool = knob(True, "run", "write report.html at the end")
     malloc: bool = knob(True, "run", "let glibc keep freed memory (about a fifth less CPU per step)")
@@ -405,6 +423,7 @@ def moe_layers(config: Config) -> list[bool]:
 
 
 def head_dim(model: ModelConfig) -> int:
+    """A, the width of an attention head."""
     return model.d_model // model.num_heads if model.head_dim is None else model.head_dim
 
 

@@ -27,6 +27,7 @@ class Experts:
     w_down_PFD: jax.Array
 
     def astype(self, dtype: Any) -> "Experts":
+        """All three matrices in another dtype; differentiable."""
         return jax.tree.map(lambda w: w.astype(dtype), self)
 
 

@@ -31,14 +31,14 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dimension, computed in float32, dtype of x."""
+    """x / rms(x) * scale over the last dimension; x (..., D), scale (D,) float32; computed in float32, dtype of x."""
     x32 = x.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * root * scale_D.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 def rotate(x_BSHA: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions 0..S-1: dimension i is rotated with dimension i + A/2 by position / theta^(2i/A)."""
+    """Rotary positions 0..S-1: dimension i turns with dimension i + A/2 by position / theta^(2i/A); shape of x."""
     seq_len, width = x_BSHA.shape[1], x_BSHA.shape[3]
     frequency = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angle_SA = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency[None, :]
@@ -167,6 +167,7 @@ class Decoder(nnx.Module):
 
     @property
     def moe_runs(self) -> list[Block]:
+        """The runs whose blocks have experts."""
         return [run for run in self.runs if hasattr(run, "moe")]
 
     @property
@@ -267,11 +268,13 @@ class Decoder(nnx.Module):
 
 
 def make_router(config: Config) -> Any:
+    """The router that `config` names, with its options."""
     name = config.moe.router
     return ROUTERS.get(name)(config.moe.num_experts, config.moe.num_choices, getattr(config.routing, name))
 
 
 def make_dispatcher(config: Config, mesh: Mesh) -> Any:
+    """The dispatcher that `config` names, with its options."""
     name = config.moe.dispatcher
     return DISPATCHERS.get(name)(
         mesh,

@@ -84,6 +84,7 @@ class MoeLayer(nnx.Module):
 
     @property
     def experts(self) -> Experts:
+        """The experts' parameters as global arrays, positions sharded over the expert axis."""
         return Experts(self.w_gate_PDF[...], self.w_up_PDF[...], self.w_down_PFD[...])
 
     def __call__(

@@ -42,6 +42,7 @@ def num_members(mesh: Mesh) -> int:
 
 
 def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """The placement `spec` on `mesh`."""
     return NamedSharding(mesh, spec)
 
 

@@ -47,6 +47,7 @@ class TrainState:
 
     @property
     def params(self) -> dict[str, Any]:
+        """All parameters, as the optimizer takes them."""
         return {"experts": self.experts, "dense": self.dense}
 
 
@@ -65,9 +66,9 @@ class Stepper:
         self.config, self.mesh = config, mesh
         self.optimizer = make_optimizer(config)
         self.schedule = learning_rate(config)
-        self.graph = nnx.split(nnx.eval_shape(self._model))[0]
-        moe_runs = nnx.eval_shape(self._model).moe_runs
-        self.dispatcher: Dispatcher | None = moe_runs[0].moe.dispatcher if moe_runs else None
+        model = nnx.eval_shape(self._model)
+        self.graph = nnx.split(model)[0]
+        self.dispatcher: Dispatcher | None = model.moe_runs[0].moe.dispatcher if model.moe_runs else None
 
     def _model(self) -> Decoder:
         return Decoder(self.config, self.mesh, nnx.Rngs(self.config.train.seed))
@@ -95,6 +96,7 @@ class Stepper:
 
     @property
     def table(self) -> ExpertTable:
+        """Homes and positions of the experts on this mesh."""
         return ExpertTable(self.config.moe.num_experts, sharding.num_members(self.mesh))
 
     def train_step(self, state: TrainState, batch: dict[str, jax.Array], replay: Any = None) -> tuple:
@@ -159,7 +161,7 @@ class Stepper:
         )
 
     def eval_step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Sum of the cross-entropy over the batch's tokens, nats, and their number."""
+        """Sum of the cross-entropy over the batch's unmasked tokens () float32, nats, and their number () int32."""
         logits_BSV = self.logits(state, batch["inputs_BS"], batch["mask_BS"])
         return _cross_entropy_sum(logits_BSV, batch), batch["mask_BS"].sum()
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 # Read when the backend starts, which no test file does while it is imported.
@@ -20,8 +21,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fef import sharding
-from fef.checkpoint import to_logical
-from fef.config import Config, freeze, validate
+from fef.checkpoint import to_logical, to_physical
+from fef.config import Config, freeze, scopes, validate
 from fef.pool.pool import Pool
 from fef.step import Stepper, TrainState, is_expert
 
@@ -90,15 +91,14 @@ class Steps:
     Attributes:
       rows: the metrics of each step.
       before, after: the state, experts in logical order.
-      physical: the state after the steps, with the experts' empty positions.
-      stepper: what was run.
+      stepper, step: what was run; `step(state, batch)` runs it again on any state, unless the dispatcher is pooled.
     """
 
     stepper: Stepper
+    step: Callable[[TrainState, dict], tuple[TrainState, dict]]
     rows: list[dict[str, Any]]
     before: TrainState
     after: TrainState
-    physical: TrainState
 
     def curve(self, name: str = "loss") -> np.ndarray:
         return np.array([row[name] for row in self.rows])
@@ -115,25 +115,46 @@ def _take_steps(changes: tuple, num_steps: int) -> Steps:
     mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
     stepper = Stepper(config, mesh)
     shardings = stepper.shardings()
+    program = jax.jit(stepper.train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+    def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
+        """Takes and gives NumPy arrays, experts in logical order."""
+        table, axis = stepper.table, stepper.expert_axis
+        state = jax.device_put(to_physical(state, is_expert, table.position_E, table.num_positions, axis), shardings)
+        state, metrics = program(state, jax.device_put(batch, sharding.named(mesh, sharding.TOKENS)))
+        state, metrics = jax.device_get((state, metrics))
+        assert_empty_positions_are_zero(stepper, state)
+        return to_logical(state, is_expert, table.position_E, axis), metrics
+
+    scope = scopes(config)
+    before = _initial_state(tuple((key, value) for key, value in changes if scope[key] == "model"))
+    state, rows = before, []
     with Pool(mesh) if config.moe.dispatcher == "pooled" else contextlib.nullcontext():
-        state = jax.jit(stepper.init, out_shardings=shardings)()
-        before = logical(stepper, state)
-        step = jax.jit(stepper.train_step, donate_argnums=0, out_shardings=(shardings, None))
-        rows = []
         for number in range(num_steps):
-            state, metrics = step(state, jax.device_put(batch(number), sharding.named(mesh, sharding.TOKENS)))
-            rows.append(jax.device_get(metrics))
-        return Steps(stepper, rows, before, logical(stepper, state), jax.device_get(state))
+            state, metrics = step(state, batch(number))
+            rows.append(metrics)
+    return Steps(stepper, step, rows, before, state)
 
 
-def logical(stepper: Stepper, state: TrainState) -> TrainState:
-    return to_logical(jax.device_get(state), is_expert, stepper.table.position_E, stepper.expert_axis)
+@functools.cache
+def _initial_state(changes: tuple) -> TrainState:
+    """The state before the first step, experts in logical order; the same on every mesh, which a test of its own says."""
+    config = small_config(dict(changes))
+    stepper = Stepper(config, sharding.make_mesh(config.mesh.devices))
+    state = jax.device_get(jax.jit(stepper.init)())
+    return to_logical(state, is_expert, stepper.table.position_E, stepper.expert_axis)
+
+
+def assert_empty_positions_are_zero(stepper: Stepper, state: TrainState) -> None:
+    empty = np.setdiff1d(np.arange(stepper.table.num_positions), stepper.table.position_E)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if is_expert(path):
+            assert not np.take(leaf, empty, axis=stepper.expert_axis).any(), jax.tree_util.keystr(path)
 
 
 def batch(number: int) -> dict[str, np.ndarray]:
-    """Random tokens; of the sequences, some are full and others padded to different lengths."""
-    rng = np.random.default_rng(number)
-    tokens = rng.integers(0, 256, (8, 17)).astype(np.int32)
+    """Random sequences, always the same; some are full and others padded to different lengths, which change."""
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
     lengths_B = np.roll([16, 1, 5, 16, 9, 3, 16, 12], number)
     return {
         "inputs_BS": tokens[:, :-1],

@@ -106,7 +106,15 @@ def _native_all_to_all(x_R: jax.Array) -> jax.Array:
 
 
 def shifted_all_to_all(x_R: jax.Array, axis: str) -> jax.Array:
-    """all_to_all over the leading dimension as R-1 permutes, each made to wait for the one before."""
+    """all_to_all over the leading dimension as R-1 permutes, each made to wait for the one before.
+
+    Args:
+      x_R: (R, ...), any float or int dtype; entry r goes to member r. Call inside an island.
+      axis: name of the mesh axis.
+
+    Returns:
+      (R, ...); entry r came from member r. Gradient: the same exchange of the cotangents.
+    """
     num_members = jax.lax.axis_size(axis)
     rank = jax.lax.axis_index(axis)
     out_R = jnp.zeros_like(x_R).at[rank].set(x_R[rank])

@@ -86,6 +86,8 @@ class Dispatcher:
         Returns:
           y_TD (T, D) and moved_QP (purposes, P) int32, the ledger's units moved to or from this member in a forward
           and a backward pass.
+
+        Sharding: arrays of one member. Gradient: in x_TD, assignment.weight_N and experts, equal to `reference`.
         """
         raise NotImplementedError
 
@@ -106,6 +108,7 @@ class Dispatcher:
 
     @property
     def units(self) -> "UnitSizes":
+        """Bytes per element of what this dispatcher moves."""
         return UnitSizes(jnp.dtype(self.dtype).itemsize)
 
     def counts_P(self, order: Order) -> jax.Array:
@@ -128,6 +131,7 @@ class UnitSizes:
     gradient_bytes: int | None = None  # None: as the weights
 
     def for_shapes(self, d_model: int, d_expert: int) -> ledger.Units:
+        """The ledger's units for SwiGLU experts of these widths."""
         elems = 3 * d_model * d_expert
         gradient_bytes = self.weight_bytes if self.gradient_bytes is None else self.gradient_bytes
         return ledger.Units(elems * self.weight_bytes, elems * gradient_bytes, d_model * self.weight_bytes)

@@ -22,6 +22,7 @@ class Units:
     row_bytes: int
 
     def of(self, purpose: str) -> int:
+        """Bytes of one unit of a purpose."""
         sizes = {
             "weights": self.block_bytes,
             "refetch": self.block_bytes,

@@ -21,10 +21,12 @@ class ExpertTable:
 
     @property
     def per_member(self) -> int:
+        """P / R, places of one member."""
         return -(-self.num_experts // self.num_members)
 
     @property
     def num_positions(self) -> int:
+        """P, length of the physical axis."""
         return self.num_members * self.per_member
 
     @property
