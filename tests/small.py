@@ -115,7 +115,7 @@ def _take_steps(changes: tuple, num_steps: int) -> Steps:
     mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
     stepper = Stepper(config, mesh)
     shardings = stepper.shardings()
-    program = jax.jit(stepper.train_step, donate_argnums=0, out_shardings=(shardings, None))
+    program = jax.jit(stepper.train_step, out_shardings=(shardings, None))
 
     def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         """Takes and gives NumPy arrays, experts in logical order."""
@@ -124,7 +124,7 @@ def _take_steps(changes: tuple, num_steps: int) -> Steps:
         state, metrics = program(state, jax.device_put(batch, sharding.named(mesh, sharding.TOKENS)))
         state, metrics = jax.device_get((state, metrics))
         assert_empty_positions_are_zero(stepper, state)
-        return to_logical(state, is_expert, table.position_E, axis), metrics
+        return jax.device_get(to_logical(state, is_expert, table.position_E, axis)), metrics
 
     scope = scopes(config)
     before = _initial_state(tuple((key, value) for key, value in changes if scope[key] == "model"))
@@ -141,8 +141,7 @@ def _initial_state(changes: tuple) -> TrainState:
     """The state before the first step, experts in logical order; the same on every mesh, which a test of its own says."""
     config = small_config(dict(changes))
     stepper = Stepper(config, sharding.make_mesh(config.mesh.devices))
-    state = jax.device_get(jax.jit(stepper.init)())
-    return to_logical(state, is_expert, stepper.table.position_E, stepper.expert_axis)
+    return jax.device_get(to_logical(stepper.init(), is_expert, stepper.table.position_E, stepper.expert_axis))
 
 
 def assert_empty_positions_are_zero(stepper: Stepper, state: TrainState) -> None:

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -41,6 +42,19 @@ class XlaExecutor : public Executor {
 
  private:
   ffi::ThreadPool pool_;
+};
+
+// For a handler that has already returned: XLA's threads are no longer its to use. The same parallelism, so that the work is
+// cut, and rounded, in the same way.
+class NewThreads : public Executor {
+ public:
+  explicit NewThreads(int64_t parallelism) : parallelism_(parallelism) {}
+
+  void Schedule(std::function<void()> work) override { std::thread(std::move(work)).detach(); }
+  int64_t Parallelism() const override { return parallelism_; }
+
+ private:
+  const int64_t parallelism_;
 };
 
 std::vector<RowSegment> MakeSegments(const Ints& first, const Ints& rows, const Ints& expert) {
@@ -108,19 +122,21 @@ XLA_FFI_DEFINE_HANDLER(kGroupedOuter, GroupedOuterHandler,
 //
 // Every pool operation begins with two operands that say where it acts, both run-time values so that a compiled program
 // serves any pool: version (4,) = table, incarnation, counter, microbatch; member (2,) = data-parallel group, rank.
-// Tokens are () float32 and carry order; only that of fef_await_stage has a value, the stage.
+// Tokens are () float32 without a value: they only carry order.
 
 using Token = ffi::BufferR0<ffi::F32>;
 using Scalar = ffi::BufferR0<ffi::S32>;
 
+// The text begins with the Python type of the error (fef/pool/errors.py): XLA does not hand on the code in every case.
 ffi::Error ToError(const Status& status) {
+  auto error = [&](ffi::ErrorCode code, const char* type) { return ffi::Error(code, std::string(type) + ": " + status.message); };
   switch (status.code) {
     case Code::kOk: return ffi::Error::Success();
-    case Code::kInvalidArgument: return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
-    case Code::kStaleVersion: return ffi::Error(ffi::ErrorCode::kNotFound, status.message);
-    case Code::kDeadlineExceeded: return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
-    case Code::kResourceExhausted: return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message);
-    case Code::kPoolClosed: return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
+    case Code::kInvalidArgument: return error(ffi::ErrorCode::kInvalidArgument, "PoolError");
+    case Code::kStaleVersion: return error(ffi::ErrorCode::kNotFound, "StaleVersionError");
+    case Code::kDeadlineExceeded: return error(ffi::ErrorCode::kDeadlineExceeded, "PoolTimeoutError");
+    case Code::kResourceExhausted: return error(ffi::ErrorCode::kResourceExhausted, "PoolExhaustedError");
+    case Code::kPoolClosed: return error(ffi::ErrorCode::kFailedPrecondition, "PoolClosedError");
   }
   return ffi::Error(ffi::ErrorCode::kInternal, status.message);
 }
@@ -169,7 +185,15 @@ std::vector<int> RequestedExperts(const Ints& ids) {
   return experts;
 }
 
-// Sets `token` to 0, unless `poll` does, and completes it when `poll` has an answer, and enters the wait into the ledger.
+ffi::Future Completed(const Status& status) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  if (status.ok()) promise.SetAvailable();
+  else promise.SetError(ToError(status));
+  return future;
+}
+
+// Completes `token` when `poll` has an answer, and enters the wait into the ledger.
 ffi::Future AwaitToken(const Place& place, int layer, WaitKind kind, ffi::Result<Token> token,
                        std::function<std::optional<Status>()> poll, std::function<std::string()> describe) {
   ffi::Promise promise;
@@ -184,23 +208,48 @@ ffi::Future AwaitToken(const Place& place, int layer, WaitKind kind, ffi::Result
   return future;
 }
 
-ffi::Future Failed(const Status& status) {
+// Calls `send` once this member is admitted to a stage for its gradients of `layer`: at once, or when a stage is free on
+// a thread of its own, which does not have XLA's. To wait and to send is one operation: XLA may put any other between
+// two, also another one's wait, for a stage that only this one can make free.
+ffi::Future SendGradients(const Place& place, ffi::RunId run, ffi::ThreadPool pool, int layer,
+                          std::function<Status(int stage, Executor& executor)> send) {
+  auto stage = std::make_shared<int>(-1);
+  auto poll = [domain = place.domain, version = place.version, rank = place.rank, run = run.run_id, layer, stage] {
+    return domain->StageAdmitted(version, rank, run, layer, stage.get());
+  };
+  XlaExecutor executor(pool);
+  std::optional<Status> admitted;
+  {
+    std::lock_guard<std::mutex> lock(place.domain->mutex());
+    admitted = poll();
+  }
+  if (admitted) return Completed(admitted->ok() ? send(*stage, executor) : *admitted);
   ffi::Promise promise;
   ffi::Future future(promise);
-  promise.SetError(ToError(status));
+  Await(place.pool, *place.domain, std::move(poll), [domain = place.domain] { return domain->DescribeStages(); },
+        [place, layer, stage, send = std::move(send), parallelism = executor.Parallelism(), promise](Status status,
+                                                                                                   double waited_us) mutable {
+          NewThreads executor(parallelism);
+          if (status.ok()) {
+            place.domain->CountWait(place.version, place.rank, layer, kWaitStage, waited_us);
+            status = send(*stage, executor);
+          }
+          if (!status.ok()) return promise.SetError(ToError(status));
+          promise.SetAvailable();
+        });
   return future;
 }
 
 // handle (2,) = table, incarnation -> number of the next version, drawn by the first member only; others return 0, so
 // that a sum over members agrees on it.
 ffi::Error TicketHandler(Ints handle, Ints member, ffi::Result<Scalar> ticket) {
-  *ticket->typed_data() = 0;
-  if (member.typed_data()[0] != 0 || member.typed_data()[1] != 0) return ffi::Error::Success();
+  // Every member looks for the pool: if only the first one failed, the others would wait in the sum for ever.
   const auto pool = FindPool(handle.typed_data()[1]);
   if (pool == nullptr || pool->domain(handle.typed_data()[0], 0) == nullptr) {
     return ToError(Status::Error(Code::kPoolClosed, "publish: the pool was closed; open one and pass it to the step"));
   }
-  *ticket->typed_data() = pool->NextVersion(handle.typed_data()[0]);
+  const bool is_first = member.typed_data()[0] == 0 && member.typed_data()[1] == 0;
+  *ticket->typed_data() = is_first ? pool->NextVersion(handle.typed_data()[0]) : 0;
   return ffi::Error::Success();
 }
 XLA_FFI_DEFINE_HANDLER(kTicket, TicketHandler, ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Ret<Scalar>());
@@ -318,10 +367,10 @@ XLA_FFI_DEFINE_HANDLER(kCollect, CollectHandler,
 // rows_E: experts with rows are wanted -> token, once their homes have published.
 ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints rows, Token, ffi::Result<Token> token) {
   Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   const TableShape& table = place.domain->shape();
   if (int64_t(rows.element_count()) != table.experts) {
-    return Failed(Status::Error(Code::kInvalidArgument, "get: told of " + std::to_string(rows.element_count()) + " experts, table " +
+    return Completed(Status::Error(Code::kInvalidArgument, "get: told of " + std::to_string(rows.element_count()) + " experts, table " +
                                                             table.name + " has " + std::to_string(table.experts)));
   }
   return AwaitToken(
@@ -333,38 +382,18 @@ XLA_FFI_DEFINE_HANDLER(
     kAwaitPublished, AwaitPublishedHandler,
     ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Ints>().Arg<Token>().Ret<Token>());
 
-// gradient: what will be sent, or what it is made from; looked at by nobody, but once it is there the wait begins
-// -> token = stage, once there is staging for this layer's gradients.
-ffi::Future AwaitStageHandler(ffi::RunId run, Ints version, Ints member, Scalar layer, ffi::AnyBuffer, ffi::Result<Token> token) {
-  Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
-  const int layer_index = *layer.typed_data();
-  return AwaitToken(
-      place, layer_index, kWaitStage, token,
-      [domain = place.domain, version = place.version, rank = place.rank, run = run.run_id, layer_index, value = token->typed_data()] {
-        int stage = 0;
-        std::optional<Status> status = domain->StageAdmitted(version, rank, run, layer_index, &stage);
-        if (status) *value = float(stage);
-        return status;
-      },
-      [domain = place.domain] { return domain->DescribeStages(); });
-}
-XLA_FFI_DEFINE_HANDLER(
-    kAwaitStage, AwaitStageHandler,
-    ffi::Ffi::Bind().Ctx<ffi::RunId>().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<ffi::AnyBuffer>().Ret<Token>());
-
 // Says that this member sends no more -> token, once every member has said so and all sums are made.
-ffi::Future AwaitClosedHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
+ffi::Future AwaitClosedHandler(Ints version, Ints member, Token, Token, ffi::Result<Token> token) {
   Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return Failed(status);
-  if (Status status = place.domain->CloseVersion(place.version, place.rank); !status.ok()) return Failed(status);
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
+  if (Status status = place.domain->CloseVersion(place.version, place.rank); !status.ok()) return Completed(status);
   return AwaitToken(
       place, 0, kWaitClosed, token,
       [domain = place.domain, version = place.version] { return domain->AllClosed(version); },
       [domain = place.domain, version = place.version] { return domain->DescribeUnclosed(version); });
 }
 XLA_FFI_DEFINE_HANDLER(kAwaitClosed, AwaitClosedHandler,
-                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
+                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Arg<Token>().Ret<Token>());
 
 // The forward pass's end of a version: nothing is collected, its slots may be refilled.
 ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
@@ -399,21 +428,24 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
                            .Ret<Floats>()
                            .Ret<Floats>());
 
-// stage, dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
-ffi::Error PooledFfnBackwardHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token stage, Floats dy,
-                                    Floats x, Floats g, Floats u, Ints rows, ffi::Result<Floats> dx,
-                                    ffi::Result<Token> token) {
+// dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
+ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, Scalar layer,
+                                     Token, Floats dy, Floats x, Floats g, Floats u, Ints rows, ffi::Result<Floats> dx,
+                                     ffi::Result<Token> token) {
   Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
-  XlaExecutor executor(pool);
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g.dimensions()[1], int64_t(rows.element_count()), rows.typed_data()};
   *token->typed_data() = 0.0f;
-  return ToError(PooledFfnBackward(*place.domain, executor, place.version, place.rank, *layer.typed_data(),
-                                   int(*stage.typed_data()), shape, dy.typed_data(), x.typed_data(), g.typed_data(),
-                                   u.typed_data(), dx->typed_data()));
+  return SendGradients(place, run, pool, *layer.typed_data(),
+                       [place, shape, layer = *layer.typed_data(), dy = dy.typed_data(), x = x.typed_data(), g = g.typed_data(),
+                        u = u.typed_data(), dx = dx->typed_data()](int stage, Executor& executor) {
+                         return PooledFfnBackward(*place.domain, executor, place.version, place.rank, layer, stage, shape, dy, x,
+                                                  g, u, dx);
+                       });
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
                        ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<Ints>()
                            .Arg<Ints>()
@@ -436,9 +468,9 @@ ffi::Error GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar la
   const int64_t bytes = table.block_bytes(), num_ids = int64_t(ids.element_count());
   const int64_t elems = blocks->dimensions()[1], asked_bytes = num_ids == 0 ? bytes : int64_t(blocks->size_bytes()) / num_ids;
   if (elems != table.block_elems || asked_bytes != bytes) {
-    return InvalidArgument("get", "table " + table.name + " holds blocks of " + std::to_string(table.block_elems) + " elements in " +
+    return ToError(Status::Error(Code::kInvalidArgument, "get: table " + table.name + " holds blocks of " + std::to_string(table.block_elems) + " elements in " +
                                       std::to_string(bytes) + " bytes, asked for " + std::to_string(elems) + " in " +
-                                      std::to_string(asked_bytes));
+                                      std::to_string(asked_bytes)));
   }
   std::vector<Lease> leases(num_ids);
   for (int64_t i = 0; i < num_ids; ++i) {
@@ -464,44 +496,50 @@ XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
                            .Arg<Ints>()
                            .Ret<ffi::AnyBuffer>());
 
-// stage, ids (n,), -1 = none, blocks (n, block_elems) float32 -> token. An expert named twice gets the sum.
-ffi::Error AccumulateHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token stage, Ints ids, Floats blocks,
-                             ffi::Result<Token> token) {
-  Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+// Adds up the blocks of each expert in their order and sends the sums.
+Status Accumulate(const Place& place, int layer, int stage, const std::vector<int>& ids, const float* blocks, Executor& executor) {
   const int64_t elems = place.domain->shape().block_elems;
-  if (blocks.dimensions()[1] != elems) {
-    return InvalidArgument("accumulate", "table " + place.domain->shape().name + " holds blocks of " + std::to_string(elems) +
-                                             " elements, sent were " + std::to_string(blocks.dimensions()[1]));
+  std::vector<int> experts;
+  for (int id : ids) {
+    if (id >= 0 && std::find(experts.begin(), experts.end(), id) == experts.end()) experts.push_back(id);
   }
-  std::vector<int> experts = RequestedExperts(ids);
-  std::sort(experts.begin(), experts.end());
-  experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
-  const int stage_index = int(*stage.typed_data());
   std::vector<float*> staged;
-  if (Status status = place.domain->StagedGradients(place.version, place.rank, *layer.typed_data(), stage_index, experts, &staged);
-      !status.ok()) {
-    return ToError(status);
-  }
-  std::vector<char> is_written(experts.size(), 0);
-  for (size_t i = 0; i < ids.element_count(); ++i) {
-    if (ids.typed_data()[i] < 0) continue;
-    const size_t place_of_expert = std::lower_bound(experts.begin(), experts.end(), ids.typed_data()[i]) - experts.begin();
-    const float* block = blocks.typed_data() + i * elems;
-    float* sum = staged[place_of_expert];
-    if (is_written[place_of_expert]) {
-      for (int64_t j = 0; j < elems; ++j) sum[j] += block[j];
-    } else {
-      std::memcpy(sum, block, elems * sizeof(float));
+  Status status = place.domain->StagedGradients(place.version, place.rank, layer, stage, experts, &staged);
+  if (!status.ok()) return status;
+  ParallelFor(executor, int64_t(experts.size()), [&](int64_t k) {
+    bool is_first = true;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (ids[i] != experts[k]) continue;
+      const float* block = blocks + i * elems;
+      if (is_first) std::memcpy(staged[k], block, elems * sizeof(float));
+      else for (int64_t j = 0; j < elems; ++j) staged[k][j] += block[j];
+      is_first = false;
     }
-    is_written[place_of_expert] = 1;
+  });
+  return place.domain->CloseStage(place.version, place.rank, layer, stage, experts, executor);
+}
+
+// ids (n,), -1 = none, blocks (n, block_elems) float32 -> token. An expert named twice gets the sum.
+ffi::Future AccumulateHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token,
+                              Ints ids, Floats blocks, ffi::Result<Token> token) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
+  const TableShape& table = place.domain->shape();
+  if (blocks.dimensions()[1] != table.block_elems) {
+    return Completed(Status::Error(Code::kInvalidArgument, "accumulate: table " + table.name + " holds blocks of " +
+                                                               std::to_string(table.block_elems) + " elements, sent were " +
+                                                               std::to_string(blocks.dimensions()[1])));
   }
-  XlaExecutor executor(pool);
   *token->typed_data() = 0.0f;
-  return ToError(place.domain->CloseStage(place.version, place.rank, *layer.typed_data(), stage_index, experts, executor));
+  std::vector<int> id_list(ids.typed_data(), ids.typed_data() + ids.element_count());
+  return SendGradients(place, run, pool, *layer.typed_data(),
+                       [place, layer = *layer.typed_data(), id_list, blocks = blocks.typed_data()](int stage, Executor& executor) {
+                         return Accumulate(place, layer, stage, id_list, blocks, executor);
+                       });
 }
 XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
                        ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
                            .Arg<Ints>()
                            .Arg<Ints>()
@@ -531,9 +569,9 @@ ffi::Error LedgerHandler(Ints version, Ints member, Token, ffi::Result<ffi::Buff
   const auto dims = counts->dimensions(), wait_dims = waits_us->dimensions();
   if (dims[0] != table.layers || dims[1] != kNumPurposes || dims[2] != table.experts || wait_dims[0] != table.layers ||
       wait_dims[1] != kNumWaitKinds) {
-    return InvalidArgument("ledger", "table " + table.name + " has " + std::to_string(table.layers) + " layers of " +
+    return ToError(Status::Error(Code::kInvalidArgument, "ledger: table " + table.name + " has " + std::to_string(table.layers) + " layers of " +
                                          std::to_string(table.experts) + " experts, asked for " + std::to_string(dims[0]) +
-                                         " of " + std::to_string(dims[2]));
+                                         " of " + std::to_string(dims[2])));
   }
   return ToError(place.domain->ReadLedger(place.version, place.rank, counts->typed_data(), waits_us->typed_data()));
 }
@@ -560,7 +598,6 @@ const Registration fef_registrations[] = {
     {"fef_ticket", kTicket},
     {"fef_publish", kPublish},
     {"fef_await_published", kAwaitPublished},
-    {"fef_await_stage", kAwaitStage},
     {"fef_await_closed", kAwaitClosed},
     {"fef_pooled_ffn", kPooledFfn},
     {"fef_pooled_ffn_backward", kPooledFfnBackward},

@@ -1,7 +1,7 @@
 """get: a one-sided read of named blocks. Its transpose is accumulate: gradient blocks are sent home.
 
     get:         (version, chain, layer, ids)  ->  blocks
-    accumulate:  (version, layer, ids, d_blocks)  ->  cotangent of the chain, which orders it before collect
+    accumulate:  (version, chain, layer, ids, d_blocks)  ->  cotangent of the chain, which orders it before collect
 
 Worked example, 2 members, experts 0 and 1: member 0 calls get with ids [1, -1] and receives the block of expert 1
 (home: member 1) and zeros. In the backward pass the gradient of that block is staged at member 1, the zeros' dropped.
@@ -69,21 +69,23 @@ def _get(version_4, chain, layer, ids_n, wanted_E, like):
 
 
 def _get_fwd(version_4, chain, layer, ids_n, wanted_E, like):
-    return _get(version_4, chain, layer, ids_n, wanted_E, like), (version_4, layer, ids_n)
+    return _get(version_4, chain, layer, ids_n, wanted_E, like), (version_4, chain, layer, ids_n)
 
 
 def _get_bwd(residuals, d_blocks):
-    version_4, layer, ids_n = residuals
-    return None, accumulate(version_4, layer, ids_n, d_blocks), None, None, None, None
+    return None, accumulate(*residuals, d_blocks), None, None, None, None
 
 
 _get.defvjp(_get_fwd, _get_bwd)
 
 
-def accumulate(version_4: jax.Array, layer: jax.Array, ids_n: jax.Array, d_blocks: jax.Array) -> jax.Array:
-    """Sends gradient blocks home and closes the (layer, microbatch) for this member; returns a () float32 token."""
-    member_2 = member_index()
+def accumulate(
+    version_4: jax.Array, chain: jax.Array, layer: jax.Array, ids_n: jax.Array, d_blocks: jax.Array
+) -> jax.Array:
+    """Sends gradient blocks home and closes the (layer, microbatch) for this member; returns a () float32 token.
+
+    The chain keeps it behind publish also when XLA has dropped the read, as it does when only the gradient is used.
+    """
     d_blocks = first_order("get", d_blocks.astype(jnp.float32))
-    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, d_blocks)
     call = jax.ffi.ffi_call("fef_accumulate", TOKEN, has_side_effect=True)
-    return call(version_4, member_2, layer, token, ids_n, d_blocks)
+    return call(version_4, member_index(), layer, chain, ids_n, d_blocks)

@@ -52,18 +52,15 @@ def _forward(version_4, chain, layer, x_ND, rows_E, like_0F):
 
 def _pooled_ffn_fwd(version_4, chain, layer, x_ND, rows_E, like_0F):
     y_ND, g_NF, u_NF = _forward(version_4, chain, layer, x_ND, rows_E, like_0F)
-    return y_ND, (version_4, layer, x_ND, rows_E, g_NF, u_NF)
+    return y_ND, (version_4, chain, layer, x_ND, rows_E, g_NF, u_NF)
 
 
 def _pooled_ffn_bwd(residuals, dy_ND):
-    version_4, layer, x_ND, rows_E, g_NF, u_NF = residuals
+    version_4, chain, layer, x_ND, rows_E, g_NF, u_NF = residuals
     dy_ND, x_ND, g_NF, u_NF = first_order("pooled_ffn", (dy_ND, x_ND, g_NF, u_NF))
-    member_2 = member_index()
-    # The wait hangs on all of dy, so that a layer asks for staging only when its gradient is there.
-    token = jax.ffi.ffi_call("fef_await_stage", TOKEN, has_side_effect=True)(version_4, member_2, layer, dy_ND)
     results = (jax.ShapeDtypeStruct(x_ND.shape, jnp.float32), TOKEN)
     call = jax.ffi.ffi_call("fef_pooled_ffn_backward", results, has_side_effect=True)
-    dx_ND, d_chain = call(version_4, member_2, layer, token, dy_ND, x_ND, g_NF, u_NF, rows_E)
+    dx_ND, d_chain = call(version_4, member_index(), layer, chain, dy_ND, x_ND, g_NF, u_NF, rows_E)
     return None, d_chain, None, dx_ND, None, jnp.zeros((0, g_NF.shape[1]), jnp.float32)
 
 

@@ -63,14 +63,14 @@ def _publish_fwd(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any)
     version_4, chain = publish(handle_2, arrays, num_parts, dtype)
     like = tuple(jnp.zeros((0,), array.dtype) for array in arrays)  # carries the dtypes; residuals must be arrays
     shapes = tuple(array.shape for array in arrays)
-    return (version_4, chain), (version_4, _Static(shapes), like)
+    return (version_4, chain), (version_4, chain, _Static(shapes), like)
 
 
 def _publish_bwd(num_parts: int, dtype: Any, residuals: Any, cotangents: Any) -> Any:
-    version_4, static, like = residuals
+    version_4, chain, static, like = residuals
     d_chain = first_order("publish", cotangents[1])
     member_2 = member_index()
-    token = jax.ffi.ffi_call("fef_await_closed", TOKEN, has_side_effect=True)(version_4, member_2, d_chain)
+    token = jax.ffi.ffi_call("fef_await_closed", TOKEN, has_side_effect=True)(version_4, member_2, chain, d_chain)
     results = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in static.value)
     sums = jax.ffi.ffi_call("fef_collect", results, has_side_effect=True)(
         version_4, member_2, token, num_parts=num_parts

@@ -1,7 +1,7 @@
 """Typed errors of pool operations.
 
-XLA hands a failed operation on as text that starts with the name of its code; `as_pool_error` turns it back into the
-exception type. The text names the operation, table, version, layer, expert and ranks.
+XLA hands a failed operation on as text, in which fef/native/handlers.cc puts the name of the type; `as_pool_error` turns
+it back into the exception. The text names the operation, table, version, layer, expert and ranks.
 """
 
 import re
@@ -28,27 +28,21 @@ class PoolClosedError(PoolError):
 
 
 _BY_NATIVE_CODE = {  # Code in fef/native/status.h
+    1: PoolError,
     2: StaleVersionError,
     3: PoolTimeoutError,
     4: PoolExhaustedError,
     5: PoolClosedError,
 }
-_TYPES = {
-    "NOT_FOUND": StaleVersionError,
-    "DEADLINE_EXCEEDED": PoolTimeoutError,
-    "RESOURCE_EXHAUSTED": PoolExhaustedError,
-    "FAILED_PRECONDITION": PoolClosedError,
-    "INVALID_ARGUMENT": PoolError,
-}
-_OPERATIONS = r"(?:publish|get|accumulate|collect|release|ledger|pooled_ffn|table|the pool)\b"
+_BY_NAME = {kind.__name__: kind for kind in _BY_NATIVE_CODE.values()}
 
 
 def from_native(code: int, text: str) -> PoolError:
     """The typed form of what a C function of the native library returned."""
-    return _BY_NATIVE_CODE.get(code, PoolError)(text)
+    return _BY_NATIVE_CODE[code](text)
 
 
 def as_pool_error(error: BaseException) -> PoolError | None:
     """The typed form of an error raised by JAX, or None when no pool operation is behind it."""
-    found = re.search(rf"\b({'|'.join(_TYPES)}): ({_OPERATIONS}[^\n]*)", str(error))
-    return _TYPES[found[1]](found[2]) if found else None
+    found = re.search(rf"\b({'|'.join(_BY_NAME)}): ([^\n]*)", str(error))
+    return _BY_NAME[found[1]](found[2]) if found else None

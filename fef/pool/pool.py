@@ -1,11 +1,14 @@
 """The pool: its lifetime and its tables."""
 
 import atexit
+import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -15,6 +18,7 @@ from fef.pool import errors, native
 from fef.pool.table import ExpertTable
 
 _ERROR_BYTES = 512
+_GRACE_S = 5.0
 _open_pools: list["Pool"] = []
 
 
@@ -25,8 +29,8 @@ class Pool:
             ...
 
     Inside of the block, layers built with the `pooled` dispatcher find the pool by themselves. Errors of pool
-    operations leave the block as `fef.PoolError` subclasses. At the end every pending operation fails and the
-    memory is freed.
+    operations leave the block as `fef.PoolError` subclasses. At its end programs that publish and still run are waited
+    for, what is pending after config.pool.deadline_s fails, and the memory is freed.
 
     Args:
       mesh: the device mesh (`fef.make_mesh`); every device is a member with a segment of its own.
@@ -53,15 +57,28 @@ class Pool:
 
     def __exit__(self, exc_type: Any, error: BaseException | None, traceback: Any) -> None:
         _open_pools.remove(self)
-        self.close()
+        self.close(grace_s=self.config.deadline_s)
         typed = None if error is None else errors.as_pool_error(error)
         if typed is not None:
             raise typed from error
 
-    def close(self) -> None:
-        """Fails what is pending and frees the memory; closing twice is allowed."""
-        self._library.fef_pool_close(self.incarnation)
-        atexit.unregister(self.close)
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """Fails what is pending and frees the memory; closing twice is allowed.
+
+        Args:
+          grace_s: how long to wait before for programs that publish and still run, seconds. A program that is cut off
+            may leave some of its devices in a collective, waiting for the others.
+        """
+        cut_off = threading.Timer(grace_s, self._library.fef_pool_close, [self.incarnation])
+        cut_off.daemon = True
+        try:
+            with contextlib.suppress(RuntimeError):  # from Python 3.12 on, no thread starts at exit
+                cut_off.start()
+                _let_programs_end()
+        finally:
+            cut_off.cancel()
+            self._library.fef_pool_close(self.incarnation)
+            atexit.unregister(self.close)
 
     def table(
         self, name: str, num_layers: int, experts: ExpertTable, shapes: Sequence[tuple], dtype: Any
@@ -108,6 +125,12 @@ class Pool:
         if code:
             raise errors.from_native(code, error.value.decode())
         return number.value
+
+
+def _let_programs_end() -> None:
+    """Waits for programs with side effects, which all that publish have."""
+    with contextlib.suppress(Exception):  # whoever uses the program's result is told
+        jax.effects_barrier()
 
 
 def current() -> Pool:

@@ -1,0 +1,406 @@
+"""A run: what it leaves, how it goes on after a kill or with other settings, and what it refuses."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from small import COMPILING, ROOT, SMALL, assert_equal, fast_compilation, small_config  # noqa: F401
+
+import fef.train
+from experiments import flags
+from fef import data, sharding
+from fef.checkpoint import Checkpointer, to_logical
+from fef.config import ConfigError, UserError
+from fef.dispatch import DISPATCHERS
+from fef.metrics import read_jsonl
+from fef.pool.pool import Pool
+from fef.routing import ROUTERS
+from fef.step import is_expert
+from fef.testing.traces import ARRAYS, Trace, TraceHeader
+
+RUN = {
+    "optim.name": "adamw",
+    "optim.learning_rate": 0.01,
+    "optim.weight_decay": 0.1,
+    "optim.clip_norm": 1.0,
+    "routing.top_k.balance_coef": 0.01,
+    "train.steps": 6,
+    "train.eval_every": 3,
+    "train.eval_batches": 1,
+    "train.sample_bytes": 0,
+    "checkpoint.every": 2,
+    "run.report": False,
+    "run.tensorboard": False,
+}
+TIMES = {"step_ms", "data_ms", "wait_ms", "tokens_per_s"}
+
+
+def run(folder, changes=None, **kwargs):
+    """A run in this process; returns its summary and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        summary = fef.train.run(small_config(RUN | (changes or {})), str(folder), **kwargs)
+    return summary, out.getvalue()
+
+
+def rows_of(folder):
+    """The rows of metrics.jsonl, which must be strict JSON, without the times."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    run(folder, {"train.steps": 9})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory):
+    """A finished run, not to be changed, and its summary and output."""
+    folder = tmp_path_factory.mktemp("runs") / "six_steps"
+    summary, out = run(folder, {"run.tensorboard": True})
+    return folder, summary, out
+
+
+@pytest.fixture
+def six_steps_copy(six_steps, tmp_path):
+    return shutil.copytree(six_steps[0], tmp_path / "run")
+
+
+# What a run leaves and says.
+
+
+def test_a_run_leaves_its_files_and_a_summary(six_steps):
+    folder, summary, out = six_steps
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard",
+    }  # fmt: skip
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    keys = """heldout_loss train_loss tokens_per_s step_ms wait_ms bytes_per_step dropped_fraction max_vio steps
+              params_total params_active config_hash commit versions""".split()
+    assert set(keys) <= set(summary)
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "heldout_loss" in row] == [3, 6]
+    assert summary["steps"] == 6 and summary["skipped_updates"] == 0
+    assert summary["heldout_loss"] == rows[-1]["heldout_loss"]
+    assert summary["train_loss"] == pytest.approx(np.mean([row["loss"] for row in rows]))
+    assert summary["max_vio"] == pytest.approx(np.mean([row["max_vio"] for row in rows], axis=0))
+    assert all(row["tokens"] == 8 * 16 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["4", "6"]
+    lines = out.splitlines()
+    assert lines[0].startswith("4 cpu devices (data 1 x expert 4); corpus ")
+    assert [line for line in lines if line.startswith("saved")] == [f"saved step {step}" for step in (2, 4, 6)]
+    assert any(line.startswith("held-out loss") for line in lines)
+
+
+def test_the_first_step_is_the_golden_one(six_steps):
+    """float32 sums round differently on other CPUs, by a few units of the seventh digit."""
+    path = ROOT / "tests/golden/first_step.json"
+    golden, row = json.loads(path.read_text()), rows_of(six_steps[0])[0]
+    row = {key: row[key] for key in golden}
+    message = (
+        f"the first step of a fixed configuration has changed. If that was meant, put this into {path}, and say in the "
+        f"change log that earlier results cannot be reproduced:\n{json.dumps(row)}"
+    )
+    assert row["load"] == golden["load"], message
+    for key in golden:
+        np.testing.assert_allclose(row[key], golden[key], rtol=1e-5, err_msg=message)
+
+
+def test_a_finished_run_prints_its_summary_and_is_left_alone(six_steps):
+    folder, summary, _ = six_steps
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    again, out = run(folder, {"train.log_every": 2})
+    assert again == summary
+    assert out.startswith(f"{folder}: finished; --fresh starts over") and "held-out loss" in out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+# How a run goes on.
+
+
+def test_a_finished_run_with_more_steps_goes_on(six_steps_copy, uninterrupted):
+    summary, out = run(six_steps_copy, {"train.steps": 9})
+    assert "continuing at step 6 of 9" in out and "config.train.steps: 6 -> 9" in out
+    assert rows_of(six_steps_copy) == rows_of(uninterrupted)
+    assert summary["steps"] == 9
+    assert ["train.steps", 6, 9] in summary["run_fields_changed"]
+
+
+def test_fresh_starts_over(six_steps_copy, six_steps):
+    (six_steps_copy / "notes.txt").write_text("mine")
+    run(six_steps_copy, {"train.steps": 2}, fresh=True)
+    assert rows_of(six_steps_copy) == rows_of(six_steps[0])[:2]
+    assert [path.name for path in (six_steps_copy / "checkpoints").iterdir()] == ["2"]
+    assert not (six_steps_copy / "changes.jsonl").exists() and not (six_steps_copy / "tensorboard").exists()
+    assert (six_steps_copy / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(("members", "dispatcher"), [(2, "all_gather"), (1, "pooled")])
+def test_a_checkpoint_goes_on_with_another_number_of_devices(members, dispatcher, six_steps_copy, uninterrupted):
+    """6 experts on 8 positions, then on 6; the norm of the gradient stays the same too (D-04)."""
+    config = small_config(RUN | {"train.steps": 9, "mesh.devices": members, "moe.dispatcher": dispatcher})
+    with Checkpointer(six_steps_copy / "checkpoints", keep=9, keep_best=0) as checkpointer:
+        shapes = {name: np.zeros(shape, dtype) for name, (shape, dtype) in checkpointer.leaves(6).items()}
+        saved, _ = checkpointer.restore(6, shapes)
+    mesh = sharding.make_mesh(members)
+    changes = fef.train._open_folder(six_steps_copy, config, fresh=False)
+    with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as out:
+        stack.enter_context(Pool(mesh, config.pool))
+        training = fef.train.Training(config, six_steps_copy, data.load_corpus(config.data), mesh, stack)
+        training.resume(changes)
+        logical = to_logical(jax.device_get(training.state), is_expert, training.stepper.table.position_E)
+        training.loop()
+        summary = training.finish()
+    restored = {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree_util.tree_leaves_with_path(logical)}
+    assert_equal(restored, saved)
+    assert training.step == 9 and int(training.state.optimizer[1].count) == 9
+    rows, expected = rows_of(six_steps_copy), rows_of(uninterrupted)
+    for key in ("loss", "aux_loss", "grad_norm", "learning_rate"):
+        values, others = ([row[key] for row in some] for some in (rows, expected))
+        np.testing.assert_allclose(values, others, rtol=1e-5, err_msg=key)
+    assert [row["load"] for row in rows] == [row["load"] for row in expected]
+    assert summary["heldout_loss"] == pytest.approx(expected[-1]["heldout_loss"], rel=1e-5)
+    for key, old, new in (("mesh.devices", 4, members), ("moe.dispatcher", "reference", dispatcher)):
+        assert f"config.{key}: {old!r} -> {new!r}" in out.getvalue()
+        assert [key, old, new] in summary["run_fields_changed"]
+        assert {"step": 6, "key": key, "old": old, "new": new} in read_jsonl(six_steps_copy / "changes.jsonl")[0]
+
+
+# What a run refuses.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.d_model": 32}, r"config\.model\.d_model=32: the run to be continued has 16.*--workdir.*--fresh"),
+        ({"optim.name": "sgd"}, r"config\.optim\.name='sgd': the run to be continued has 'adamw'"),
+        ({"data.seed": 1}, r"config\.data\.seed=1: the run to be continued has 0, and a data field cannot change"),
+    ],
+)
+def test_another_model_or_other_data_is_refused(change, words, six_steps):
+    with pytest.raises(ConfigError, match=words):
+        run(six_steps[0], change)
+
+
+def test_a_changed_text_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abcdefgh" * 100)
+    changes = {"data.path": str(text), "data.heldout_fraction": 0.0, "train.steps": 1, "moe.every": 0}
+    _, out = run(tmp_path / "run", changes)
+    assert "no held-out evaluation: config.data.heldout_fraction=0" in out
+    text.write_bytes(b"abcdefgi" * 100)
+    with pytest.raises(ConfigError, match=r"config\.data\.path=.*text\.txt.*has changed since step 1.*--fresh"):
+        run(tmp_path / "run", changes | {"train.steps": 2})
+    text.write_bytes(b"abcdefgh" * 100)
+    summary, _ = run(tmp_path / "run", changes | {"train.steps": 2})
+    assert summary["steps"] == 2 and summary["heldout_loss"] is None
+    assert summary["max_vio"] is None and summary["bytes_per_step"] is None
+
+
+@pytest.mark.parametrize("name", ["run", "run/below"])
+def test_a_workdir_that_cannot_be_a_folder(tmp_path, name):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match="cannot be the run's folder: .*; choose another --workdir"):
+        run(tmp_path / name)
+
+
+# Steps that are not finite (M-01).
+
+
+def test_an_absurd_learning_rate_is_survived_counted_and_said(tmp_path):
+    changes = {"optim.name": "sgd", "optim.learning_rate": 1e30, "optim.clip_norm": None, "checkpoint.keep": 9}
+    summary, out = run(tmp_path, changes)
+    rows = rows_of(tmp_path)  # strict JSON
+    assert [row["skipped_updates"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert rows[0].get("not_finite") is None
+    assert rows[1]["loss"] is None and "loss" in rows[1]["not_finite"]
+    assert summary["skipped_updates"] == 5
+    assert "skipped updates" in out and "5 (gradient not finite)" in out
+    with Checkpointer(tmp_path / "checkpoints", keep=9, keep_best=0) as checkpointer:
+        shapes = {name: np.zeros(shape, dtype) for name, (shape, dtype) in checkpointer.leaves(6).items()}
+        early, late = (checkpointer.restore(step, shapes)[0] for step in (2, 6))
+    changed = {name for name in shapes if not np.array_equal(early[name], late[name])}
+    assert changed == {"step", "skipped"}
+    again, out = run(tmp_path, changes)  # null where there is no number
+    assert again["heldout_loss"] is None and "5 (gradient not finite)" in out
+
+
+# Recorded assignments.
+
+
+def test_a_recorded_run_is_repeated_on_any_dispatcher(tmp_path, uninterrupted):
+    trace = tmp_path / "trace.npz"
+    for steps in (2, 4):  # the second one goes on with the recording
+        run(tmp_path / "recorded", {"routing.record": str(trace), "train.steps": steps})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recorded", "trace.npz"]
+    expected = rows_of(uninterrupted)[:4]
+    header = TraceHeader("top_k", 1, 8, 16, 6, 2)
+    for step, assignments in enumerate(map(Trace(trace, header).step, range(4))):
+        assert set(assignments) == set(ARRAYS)
+        load_E = np.bincount(assignments["expert_N"][0], minlength=6)
+        assert load_E.tolist() == expected[step]["load"][0]
+
+    run(tmp_path / "same", {"routing.replay": str(trace), "train.steps": 4})
+    losses = [row["loss"] for row in rows_of(tmp_path / "same")]
+    assert losses == [row["loss"] for row in expected]
+    run(tmp_path / "other", {"routing.replay": str(trace), "train.steps": 4, "moe.dispatcher": "all_gather"})
+    others = [row["loss"] for row in rows_of(tmp_path / "other")]
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+
+    with pytest.raises(UserError, match=r"trace\.npz: recorded with num_choices=2, but this run has num_choices=1"):
+        run(tmp_path / "refused", {"routing.replay": str(trace), "moe.num_choices": 1})
+    with pytest.raises(UserError, match=r"has steps 0 to 3, but this run replays steps 0 to 5 and step 4 is missing"):
+        run(tmp_path / "short", {"routing.replay": str(trace)})
+
+
+# A user's own file.
+
+PARITY_ROUTER = '''
+import dataclasses
+import jax.numpy as jnp
+from fef.routing import ROUTERS
+from fef.routing.gate import token_choice
+
+@ROUTERS.register("parity")
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """Even bytes to expert 0, odd ones to expert 1; its state counts the tokens it has seen."""
+
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Options:
+        pass
+
+    causal = True
+    num_experts: int
+    num_choices: int
+    options: Options = dataclasses.field(default_factory=Options)
+
+    def init(self, key, d_model):
+        return {}
+
+    def init_state(self):
+        return {"seen": jnp.zeros((), jnp.int32)}
+
+    def __call__(self, params, x_BSD, ctx):
+        expert_BSK = (ctx.token_ids_BS % 2)[..., None]
+        ones_BSK = jnp.ones(expert_BSK.shape)
+        assignment = token_choice(
+            expert_BSK, ones_BSK, ctx.mask_BS[..., None], ctx.mask_BS, num_experts=self.num_experts,
+            entropy_BS=jnp.zeros(x_BSD.shape[:2]), aux_loss=jnp.zeros(()),
+        )
+        return assignment, {"seen": ctx.state["seen"] + ctx.psum(jnp.sum(ctx.mask_BS, dtype=jnp.int32))}
+'''
+
+
+def test_a_users_router_trains_and_its_state_is_saved(tmp_path, monkeypatch):
+    for registry in (ROUTERS, DISPATCHERS):
+        monkeypatch.setattr(registry, "_table", dict(registry._table))
+    (tmp_path / "parity.py").write_text(PARITY_ROUTER)
+    changes = SMALL | RUN | {
+        "routing.module": f"{tmp_path}/parity.py", "moe.router": "parity", "moe.num_choices": 1, "train.steps": 2,
+        "model.num_layers": 2, "model.scan_layers": True,
+    }  # fmt: skip
+    config, _ = flags.parse(["train", *(f"--config.{key}={value}" for key, value in changes.items())])
+    with contextlib.redirect_stdout(io.StringIO()):
+        fef.train.run(config, str(tmp_path / "run"))
+    for row in rows_of(tmp_path / "run"):
+        for load_E in row["load"]:
+            assert sum(load_E[:2]) == 8 * 16 and not any(load_E[2:])
+    with Checkpointer(tmp_path / "run/checkpoints", keep=9, keep_best=0) as checkpointer:
+        (name,) = (name for name in checkpointer.leaves(2) if name.endswith("seen"))
+        shapes = {name: np.zeros(shape, dtype) for name, (shape, dtype) in checkpointer.leaves(2).items()}
+        state, _ = checkpointer.restore(2, shapes)
+    assert state[name].tolist() == [2 * 8 * 16] * 2  # one per layer
+
+
+# The program itself: whole processes.
+
+PROGRAM = {key: value for key, value in (SMALL | RUN).items() if key != "moe.dispatcher"} | {
+    "train.steps": 60,
+    "train.eval_every": 20,
+    "checkpoint.every": 5,
+    "run.report": True,
+    "run.tensorboard": True,
+}  # fmt: skip
+
+
+def command(folder, *words):
+    settings = [f"--config.{key}={value}" for key, value in PROGRAM.items()]
+    return [sys.executable, "-m", "experiments.train", f"--workdir={folder}", *settings, *words]
+
+
+@pytest.fixture
+def environment(tmp_path_factory):
+    compiling = {name.upper(): str(value) for name, value in COMPILING.items()}
+    folder = tmp_path_factory.getbasetemp() / "compiled_programs"
+    return os.environ | compiling | {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
+
+
+def test_a_killed_run_started_again_equals_one_that_was_not_killed(tmp_path, environment):
+    def start(folder, **kwargs):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command(folder), cwd=tmp_path, env=environment, **pipes)
+
+    whole = start(tmp_path / "whole")
+    out, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {
+        "config.json", "metrics.jsonl", "summary.json", "report.html", "checkpoints", "tensorboard",
+    }  # fmt: skip
+
+    killed = start(tmp_path / "killed")
+    metrics, end = tmp_path / "killed/metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 13:
+        assert killed.poll() is None and time.monotonic() < end, killed.communicate()
+        time.sleep(0.002)
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed/summary.json").exists()
+
+    again = start(tmp_path / "killed")
+    out, err = again.communicate(timeout=300)
+    assert again.returncode == 0, err
+    assert "continuing at step " in out and "continuing at step 0" not in out
+    rows = rows_of(tmp_path / "killed")
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert rows == rows_of(tmp_path / "whole")
+    whole_summary, summary = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "killed"))
+    for key in ("heldout_loss", "train_loss", "max_vio", "bytes_per_step", "steps", "config_hash"):
+        assert summary[key] == whole_summary[key]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--config.moe.num_choices=7", "error: config.moe.num_choices=7: must be <= moe.num_experts=6\n"),
+        ("--config.mesh.devices=3", "error: config.data.batch_size=8: must be a multiple of mesh.devices * "),
+    ],
+)
+def test_a_mistake_ends_the_program_with_2_and_one_line(word, message, tmp_path, environment):
+    done = subprocess.run(
+        command(tmp_path / "run", word), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
