@@ -21,7 +21,7 @@ def sample(stepper: Stepper, state: TrainState, num_bytes: int, prompt: bytes = 
     """
     config = stepper.config
     if config.moe.every and not ROUTERS.get(config.moe.router).causal:
-        return f"no sample: router {config.moe.router} looks at later tokens"
+        return f"(none: router {config.moe.router} looks at later tokens)"
     seq_len, rows = config.data.seq_len, stepper.mesh.size
     place = sharding.named(stepper.mesh, sharding.TOKENS)
     predict = jax.jit(lambda state, tokens, mask, at: stepper.logits(state, tokens, mask)[0, at, : data.VOCAB_SIZE])

@@ -35,7 +35,7 @@ class TrainState:
       dense: nnx.State of all other parameters, replicated.
       router: nnx.State of the routers' states, replicated.
       optimizer: optax state over {"experts", "dense"}, sharded likewise.
-      skipped: () int32, updates left out because the loss or a gradient was not finite.
+      skipped: () int32, updates left out because the loss, a gradient or the update was not finite.
     """
 
     step: jax.Array
@@ -108,8 +108,10 @@ class Stepper:
           replay: assignments to use, (L, N) arrays as `fef.testing.traces.Trace.step` gives them.
 
         Returns:
-          the new state and metrics (see `_metrics`). When the loss or a gradient is not finite, parameters and
-          optimizer stay as they were and `skipped` goes up by one.
+          the new state and metrics (see `_metrics`). When the loss, a gradient or an update is not finite, parameters
+          and optimizer stay as they were and `skipped` goes up by one. The cross entropy is the mean over the batch's
+          unmasked tokens however it is split; the auxiliary loss is the mean, weighted by tokens, of what each
+          microbatch gives, so a balance loss asks for balance in each microbatch.
         """
         num_tokens = batch["mask_BS"].sum()
 
@@ -140,9 +142,9 @@ class Stepper:
         (d_experts,) = collect(d_prepared)
         grads = {"experts": d_experts, "dense": d_dense}
         grad_norm = optax.tree.norm(grads)
-        is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"])
-
         updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+        is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm) & jnp.isfinite(optax.tree.norm(updates))
+
         params = optax.apply_updates(state.params, updates)
         new = TrainState(
             step=state.step + 1,

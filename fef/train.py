@@ -18,7 +18,7 @@ from fef.config import Config, ConfigError, UserError, config_hash, moe_layers, 
 from fef.dispatch import DISPATCHERS
 from fef.flops import train_flops_per_token
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
-from fef.pool.ledger import bytes_by_purpose
+from fef.pool.ledger import PURPOSES, bytes_by_purpose
 from fef.pool.pool import Pool
 from fef.report import write_report
 from fef.sample import sample
@@ -151,14 +151,16 @@ class Training:
 
     def _save(self) -> None:
         logical = to_logical(self.state, is_expert, self.stepper.table.position_E, self.stepper.expert_axis)
+        is_number = self.heldout_loss is not None and np.isfinite(self.heldout_loss)
+        loss = self.heldout_loss if is_number else None  # JSON has no NaN
         extra = {
             "data": self.loader.get_state(),
             "corpus_sha256": self.corpus.sha256,
-            "heldout_loss": self.heldout_loss,
+            "heldout_loss": loss,
             "config": to_dict(self.config),
         }
         is_evaluated = self.step % self.config.train.eval_every == 0 or self.step == self.config.train.steps
-        self.checkpointer.save(self.step, logical, extra, self.heldout_loss if is_evaluated else None)
+        self.checkpointer.save(self.step, logical, extra, loss if is_evaluated else None)
 
     def loop(self) -> None:
         """Trains up to config.train.steps."""
@@ -188,7 +190,7 @@ class Training:
                     self.writer.write(row)
                     if self.tensorboard:
                         self.tensorboard.write(row)
-                bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(_postfix(row), refresh=False)
                 bar.update()
                 if is_last or self.step % config.checkpoint.every == 0:
                     self._save()
@@ -235,7 +237,8 @@ class Training:
             "skipped_updates": int(metrics["skipped_updates"]),
         }
         if self.stepper.dispatcher is None:
-            return row
+            nothing = {"wait_ms": 0.0, "bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "gate_entropy": []}
+            return row | nothing | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
         units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
         moved = bytes_by_purpose(metrics["moved_MLQP"].sum(0, dtype=np.int64), units)
         return row | {
@@ -243,7 +246,7 @@ class Training:
             "bytes": sum(moved.values()),
             "bytes_by_purpose": moved,
             **load_metrics(metrics["load_LE"], metrics["kept_LE"]),
-            "entropy": metrics["entropy_L"].tolist(),
+            "gate_entropy": metrics["entropy_L"].tolist(),
         }
 
     def finish(self) -> dict[str, Any]:
@@ -256,7 +259,7 @@ class Training:
             write_report(self.folder)
         print(format_summary(summary, self.folder))
         if self.config.train.sample_bytes:
-            print(sample(self.stepper, self.state, self.config.train.sample_bytes))
+            print(f"sample:\n{sample(self.stepper, self.state, self.config.train.sample_bytes)}")
         return summary
 
     def _start_line(self) -> str:
@@ -303,6 +306,12 @@ class Training:
             "versions": provenance.versions(),
             "run_fields_changed": [[row["key"], row["old"], row["new"]] for row in changed],
         }
+
+
+def _postfix(row: dict[str, Any]) -> str:
+    """What the progress bar shows beside the steps and the time left."""
+    skipped = f", {row['skipped_updates']} updates skipped" if row["skipped_updates"] else ""
+    return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s{skipped}"
 
 
 def _open_folder(folder: pathlib.Path, config: Config, fresh: bool) -> list:

@@ -138,7 +138,7 @@ def _take_steps(changes: tuple, num_steps: int) -> Steps:
 
 @functools.cache
 def _initial_state(changes: tuple) -> TrainState:
-    """The state before the first step, experts in logical order; the same on every mesh, which a test of its own says."""
+    """The state before the first step, experts in logical order; that the mesh does not matter is a test of its own."""
     config = small_config(dict(changes))
     stepper = Stepper(config, sharding.make_mesh(config.mesh.devices))
     return jax.device_get(to_logical(stepper.init(), is_expert, stepper.table.position_E, stepper.expert_axis))
