@@ -51,6 +51,7 @@ def _forward(version_4, chain, layer, x_ND, rows_E, like_0F):
 
 
 def _pooled_ffn_fwd(version_4, chain, layer, x_ND, rows_E, like_0F):
+    x_ND = first_order("pooled_ffn", x_ND)
     y_ND, g_NF, u_NF = _forward(version_4, chain, layer, x_ND, rows_E, like_0F)
     return y_ND, (version_4, chain, layer, x_ND, rows_E, g_NF, u_NF)
 

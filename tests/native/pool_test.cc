@@ -288,9 +288,9 @@ void TestStaleReaders() {
     newest = counter;
     for (int rank : {0, 1}) CheckOk(domain.Release(At(counter), rank), "Release");
   }
+  while (num_read == 0 || num_refused == 0) std::this_thread::yield();  // versions 399 and 400 stay
   is_done = true;
   for (std::thread& reader : readers) reader.join();
-  Check(num_read > 0 && num_refused > 0, "readers saw both: " + std::to_string(num_read) + " read, " + std::to_string(num_refused) + " refused");
 }
 
 // Two versions of one program are published at the same time by the same member.

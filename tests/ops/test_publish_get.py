@@ -239,8 +239,16 @@ def test_two_pools_and_one_compiled_program(mesh, pool, handle, value_and_grad):
     assert value_and_grad._cache_size() == publish_it._cache_size() == read._cache_size() == 1
 
 
-def test_the_version_agreement_is_the_only_collective(mesh, handle):
-    """Of a forward and a backward pass; the cotangent comes in from outside."""
+def compiled_calls(text, target):
+    """The lines that call a native operation in a compiled program."""
+    return [line for line in text.splitlines() if f'custom_call_target="{target}"' in line]
+
+
+def test_compiled_program(mesh, handle):
+    """The version's agreement is the only collective, and what must be ordered hangs on each other.
+
+    Of a forward and a backward pass; the cotangent comes in from outside.
+    """
 
     def program(w, x_MD, handle, cotangent_MD):
         def run(w, x_MD):
@@ -259,6 +267,24 @@ def test_the_version_agreement_is_the_only_collective(mesh, handle):
     lines = [found[0] for found in collective.finditer(text)]
     between_members = [line for line in lines if "replica_groups={{0},{1},{2},{3}}" not in line]  # that over `data`
     assert len(between_members) == 1 and "ffi_call" in between_members[0] and "all-reduce" in between_members[0]
+
+    (publish_line,) = compiled_calls(text, "fef_publish")
+    chain = publish_line.split()[0]
+    for target, count in (("fef_await_published", 2), ("fef_accumulate", 2), ("fef_await_closed", 1)):
+        lines = compiled_calls(text, target)
+        assert len(lines) == count and all(re.search(rf"[(, ]{chain}[,)]", line) for line in lines), target
+        assert target == "fef_await_published" or all("custom_call_has_side_effect=true" in line for line in lines)
+
+
+def test_equal_reads_send_their_gradients_twice(mesh, handle):
+    """XLA may merge the reads, not what goes home."""
+
+    def twice(w, handle):
+        published = programs.publish_all(mesh, handle, (w,))
+        return sum(programs.get_all(mesh, published, 0, [[2]] * R, D, E).sum() for _ in range(2))
+
+    grad = np.asarray(jax.jit(jax.grad(twice))(W1, handle))
+    assert (grad[0, TABLE.position_E[2]] == 2 * R).all() and grad.sum() == 2 * R * D
 
 
 @pytest.mark.parametrize(
