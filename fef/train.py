@@ -44,17 +44,18 @@ def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any]:
       PoolError: a pool operation failed; names rank, table, layer, expert and operation.
     """
     folder = pathlib.Path(workdir)
-    changes = _open_folder(folder, config, fresh)
-    summary = _finished(folder, config)
+    changes = [] if fresh else _changes(folder, config)
+    summary = None if fresh else _finished(folder, config)
     if summary is not None:
         print(f"{folder}: finished; --fresh starts over, a larger config.train.steps continues")
         print(format_summary(summary, folder))
         return summary
     _check_platform(config)
     corpus = data.load_corpus(config.data)
+    mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
+    _make_folder(folder, fresh)  # only now: a run that cannot start must not have deleted the earlier one
     for notice in corpus.notices:
         print(notice)
-    mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
     with contextlib.ExitStack() as stack:
         if config.moe.every and config.moe.dispatcher == "pooled":
             stack.enter_context(Pool(mesh, config.pool))
@@ -314,8 +315,13 @@ def _postfix(row: dict[str, Any]) -> str:
     return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s{skipped}"
 
 
-def _open_folder(folder: pathlib.Path, config: Config, fresh: bool) -> list:
-    """Makes the run's folder; returns the run fields that differ from those of the run it holds."""
+def _changes(folder: pathlib.Path, config: Config) -> list:
+    """The run fields that differ from those of the run in the folder, if it holds one."""
+    path = folder / "config.json"
+    return resume_changes(json.loads(path.read_text()), config) if path.exists() else []
+
+
+def _make_folder(folder: pathlib.Path, fresh: bool) -> None:
     if fresh:
         for name in _RUN_FILES:
             path = folder / name
@@ -324,8 +330,6 @@ def _open_folder(folder: pathlib.Path, config: Config, fresh: bool) -> list:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be the run's folder: {error.strerror}; choose another --workdir") from error
-    path = folder / "config.json"
-    return resume_changes(json.loads(path.read_text()), config) if path.exists() else []
 
 
 def _finished(folder: pathlib.Path, config: Config) -> dict[str, Any] | None:

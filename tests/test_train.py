@@ -158,6 +158,17 @@ def test_fresh_starts_over(six_steps_copy, six_steps):
     assert (six_steps_copy / "notes.txt").exists()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"data.path": "/nowhere"}, {"moe.dispatcher": "ragged_all_to_all"}, {"mesh.devices": 16, "data.batch_size": 16}],
+)
+def test_fresh_deletes_nothing_when_the_new_run_cannot_start(change, six_steps):
+    before = {path: path.stat().st_mtime_ns for path in six_steps[0].rglob("*")}
+    with pytest.raises(UserError):
+        run(six_steps[0], change, fresh=True)
+    assert {path: path.stat().st_mtime_ns for path in six_steps[0].rglob("*")} == before
+
+
 @pytest.mark.parametrize(("members", "dispatcher"), [(2, "all_gather"), (1, "pooled")])
 def test_a_checkpoint_goes_on_with_another_number_of_devices(members, dispatcher, six_steps_copy, uninterrupted):
     """6 experts on 8 positions, then on 6; the norm of the gradient stays the same too (D-04)."""
@@ -166,7 +177,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(members, dispatcher
         shapes = {name: np.zeros(shape, dtype) for name, (shape, dtype) in checkpointer.leaves(6).items()}
         saved, _ = checkpointer.restore(6, shapes)
     mesh = sharding.make_mesh(members)
-    changes = fef.train._open_folder(six_steps_copy, config, fresh=False)
+    changes = fef.train._changes(six_steps_copy, config)
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as out:
         stack.enter_context(Pool(mesh, config.pool))
         training = fef.train.Training(config, six_steps_copy, data.load_corpus(config.data), mesh, stack)
@@ -207,7 +218,7 @@ def test_another_model_or_other_data_is_refused(change, words, six_steps):
         run(six_steps[0], change)
 
 
-def test_a_changed_text_is_refused(tmp_path):
+def test_a_changed_text_is_refused(tmp_path, six_steps):
     text = tmp_path / "text.txt"
     text.write_bytes(b"abcdefgh" * 100)
     changes = {"data.path": str(text), "data.heldout_fraction": 0.0, "train.steps": 1, "moe.every": 0}
@@ -219,7 +230,9 @@ def test_a_changed_text_is_refused(tmp_path):
     text.write_bytes(b"abcdefgh" * 100)
     summary, _ = run(tmp_path / "run", changes | {"train.steps": 2})
     assert summary["steps"] == 2 and summary["heldout_loss"] is None
-    assert summary["max_vio"] is None and summary["bytes_per_step"] is None
+    # A dense model, which has the same fields.
+    assert summary.keys() == six_steps[1].keys() and summary["max_vio"] == [] and summary["bytes_per_step"] == 0
+    assert rows_of(tmp_path / "run")[0].keys() == rows_of(six_steps[0])[0].keys()
 
 
 @pytest.mark.parametrize("name", ["run", "run/below"])
@@ -270,12 +283,14 @@ def test_a_recorded_run_is_repeated_on_any_dispatcher(tmp_path, uninterrupted):
         load_E = np.bincount(assignments["expert_N"][0], minlength=6)
         assert load_E.tolist() == expected[step]["load"][0]
 
-    run(tmp_path / "same", {"routing.replay": str(trace), "train.steps": 4})
-    losses = [row["loss"] for row in rows_of(tmp_path / "same")]
-    assert losses == [row["loss"] for row in expected]
-    run(tmp_path / "other", {"routing.replay": str(trace), "train.steps": 4, "moe.dispatcher": "all_gather"})
-    others = [row["loss"] for row in rows_of(tmp_path / "other")]
-    np.testing.assert_allclose(others, losses, rtol=1e-5)
+    # A replaying program is another program than a recording one, so XLA may round the last digit otherwise.
+    for dispatcher, tolerance in (("reference", 1e-6), ("all_gather", 1e-5)):
+        folder = tmp_path / dispatcher
+        run(folder, {"routing.replay": str(trace), "train.steps": 4, "moe.dispatcher": dispatcher})
+        rows = rows_of(folder)
+        assert [row["load"] for row in rows] == [row["load"] for row in expected]
+        losses, expected_losses = ([row["loss"] for row in some] for some in (rows, expected))
+        np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
 
     with pytest.raises(UserError, match=r"trace\.npz: recorded with num_choices=2, but this run has num_choices=1"):
         run(tmp_path / "refused", {"routing.replay": str(trace), "moe.num_choices": 1})

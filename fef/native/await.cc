@@ -24,8 +24,7 @@ void Await(std::shared_ptr<Pool> pool, Domain& domain, std::function<std::option
       while (!(status = poll())) {
         const double left_s = domain.deadline_s() - std::chrono::duration<double>(Clock::now() - start).count();
         if (left_s <= 0) {
-          status = Status::Error(Code::kDeadlineExceeded,
-                                 describe() + " within " + std::to_string(domain.deadline_s()) + " s");
+          status = Status::Error(Code::kDeadlineExceeded, describe(), " within ", domain.deadline_s(), " s");
           break;
         }
         domain.WaitForChange(lock, left_s);

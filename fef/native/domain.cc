@@ -25,8 +25,8 @@ Domain::Domain(TableShape shape, int32_t incarnation, double deadline_s, std::op
 
 Status Domain::Open(int group) {
   if (shape_.members > kMaxMembers) {
-    return Status::Error(Code::kInvalidArgument, "table " + shape_.name + ": " + std::to_string(shape_.members) +
-                                                     " members, a pool holds at most " + std::to_string(kMaxMembers));
+    return Status::Error(Code::kInvalidArgument, "table ", shape_.name, ": ", shape_.members,
+                         " members, a pool holds at most ", kMaxMembers);
   }
   const size_t headers = RoundUp(sizeof(SlotHeader) * shape_.slots * shape_.layers, 4096);
   const size_t blocks = size_t(shape_.slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
@@ -69,17 +69,16 @@ std::string Domain::Ranks(uint64_t bits) const {
 }
 
 Status Domain::CheckOpen(const Version& version, const char* op) const {
-  if (!is_open_) return Status::Error(Code::kPoolClosed, std::string(op) + ": the pool was closed");
+  if (!is_open_) return Status::Error(Code::kPoolClosed, op, ": the pool was closed");
   if (version.incarnation != incarnation_) {
-    return Status::Error(Code::kStaleVersion, std::string(op) + ": " + Where(version) +
-                                                  " belongs to another incarnation, this pool is " +
-                                                  std::to_string(incarnation_) + "; publish again");
+    return Status::Error(Code::kStaleVersion, op, ": ", Where(version),
+                         " belongs to another incarnation, this pool is ", incarnation_, "; publish again");
   }
   return Status::Ok();
 }
 
 Status Domain::Forgotten(const Version& version, const char* op) const {
-  return Status::Error(Code::kStaleVersion, std::string(op) + ": " + Where(version) + " is no longer remembered; publish again");
+  return Status::Error(Code::kStaleVersion, op, ": ", Where(version), " is no longer remembered; publish again");
 }
 
 Status Domain::FindVersion(const Version& version, const char* op, VersionState** state) {
@@ -145,25 +144,24 @@ Status Domain::ChooseSlots(const Version& version, int rank, int64_t run, std::v
       }
     }
     if ((*slots)[layer] < 0) {
-      return Status::Error(Code::kResourceExhausted,
-                           "publish: " + Where(version) + ", rank " + std::to_string(rank) + ", layer " + std::to_string(layer) +
-                               ": all " + std::to_string(shape_.slots) +
-                               " slots hold versions that are still open; raise config.pool.slots or release() a version");
+      return Status::Error(Code::kResourceExhausted, "publish: ", Where(version), ", rank ", rank, ", layer ", layer,
+                           ": all ", shape_.slots,
+                           " slots hold versions that are still open; raise config.pool.slots or release() a version");
     }
   }
   return Status::Ok();
 }
 
 // Waits for readers that took their lease before the slot's version was taken away.
-Status Domain::AwaitReaders(const Version& version, int rank, const std::vector<int>& slots, std::unique_lock<std::mutex>& lock) {
+Status Domain::AwaitReaders(const Version& version, int rank, const std::vector<int>& slots,
+                            std::unique_lock<std::mutex>& lock) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_s_);
   for (int layer = 0; layer < shape_.layers; ++layer) {
     while (header(rank, slots[layer], layer)->leases.load(std::memory_order_seq_cst) != 0) {
       if (Status status = CheckOpen(version, "publish"); !status.ok()) return status;
       if (std::chrono::steady_clock::now() > deadline) {
-        return Status::Error(Code::kDeadlineExceeded, "publish: " + Where(version) + ", rank " + std::to_string(rank) + ", layer " +
-                                                          std::to_string(layer) + ": a reader still holds its lease after " +
-                                                          std::to_string(deadline_s_) + " s");
+        return Status::Error(Code::kDeadlineExceeded, "publish: ", Where(version), ", rank ", rank, ", layer ", layer,
+                             ": a reader still holds its lease after ", deadline_s_, " s");
       }
       // Leases are dropped without a notification (they live in shared memory), hence the short period.
       changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -206,17 +204,19 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
 }
 
 Status Domain::Read(const Version& version, int rank, int layer, int expert, Lease* lease) {
-  const std::string where = "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert);
+  auto refuse = [&](Code code, const auto&... what) {
+    return Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...);
+  };
   if (layer < 0 || layer >= shape_.layers || expert < 0 || expert >= shape_.experts) {
-    return Status::Error(Code::kInvalidArgument, where + " is out of range: the table has " + std::to_string(shape_.layers) +
-                                                     " layers of " + std::to_string(shape_.experts) + " experts");
+    return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
+                  shape_.experts, " experts");
   }
   std::lock_guard<std::mutex> lock(mutex_);
   VersionState* state;
   if (Status status = FindVersion(version, "get", &state); !status.ok()) return status;
   const int home = shape_.home[expert];
   for (int slot = 0; slot < shape_.slots; ++slot) {
-    // First the lease, then the look at the version: a publisher takes the version away first and then looks for leases.
+    // First the lease, then the look at the version: a publisher takes the version away and then looks for leases.
     SlotHeader* head = header(home, slot, layer);
     head->leases.fetch_add(1, std::memory_order_seq_cst);
     if (head->version.load(std::memory_order_seq_cst) != version.key()) {
@@ -231,8 +231,8 @@ Status Domain::Read(const Version& version, int rank, int layer, int expert, Lea
     was_read = 1;
     return Status::Ok();
   }
-  return Status::Error(Code::kStaleVersion, where + ", home rank " + std::to_string(home) +
-                                                ": no slot holds this version; it was refilled or never published");
+  return refuse(Code::kStaleVersion, ", home rank ", home,
+                ": no slot holds this version; it was refilled or never published");
 }
 
 Status Domain::Prefetch(const Version& version, int layer, const std::vector<int>& experts) {

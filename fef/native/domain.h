@@ -172,6 +172,9 @@ class Domain {
   SlotHeader* header(int rank, int slot, int layer) const;
   char* block(int rank, int slot, int layer, int local) const;
   int64_t SumIndex(int layer, int local) const { return int64_t{layer} * shape_.blocks_per_member + local; }
+  size_t StagedIndex(int expert, int source) const {
+    return (size_t(shape_.home[expert]) * shape_.members + source) * shape_.blocks_per_member + shape_.local[expert];
+  }
   uint64_t all_ranks() const { return ~0ull >> (kMaxMembers - shape_.members); }
   Status CheckOpen(const Version& version, const char* op) const;
   Status Forgotten(const Version& version, const char* op) const;
@@ -180,7 +183,8 @@ class Domain {
   void Count(VersionState& state, int rank, int layer, Purpose purpose, int expert) const;
   bool IsStaged(uint64_t key) const;
   Status ChooseSlots(const Version& version, int rank, int64_t run, std::vector<int>* slots);
-  Status AwaitReaders(const Version& version, int rank, const std::vector<int>& slots, std::unique_lock<std::mutex>& lock);
+  Status AwaitReaders(const Version& version, int rank, const std::vector<int>& slots,
+                      std::unique_lock<std::mutex>& lock);
   void SetSlots(int rank, const std::vector<int>& slots, uint64_t key);
   Status FindStage(const Version& version, int rank, int layer, int stage, Stage** found);
   Status PrepareSums(const Stage& stage, std::vector<Gradients*>* sums);

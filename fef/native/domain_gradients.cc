@@ -14,7 +14,7 @@ constexpr int64_t kSumChunk = 16384;  // floats per summing task: fits the L1/L2
 std::unique_ptr<float[]> Allocate(size_t elems) { return std::unique_ptr<float[]>(new (std::nothrow) float[elems]); }
 
 Status NoMemory(const std::string& what, size_t elems) {
-  return Status::Error(Code::kResourceExhausted, what + ": no memory for " + std::to_string(elems * sizeof(float)) + " bytes");
+  return Status::Error(Code::kResourceExhausted, what, ": no memory for ", elems * sizeof(float), " bytes");
 }
 
 }  // namespace
@@ -23,8 +23,8 @@ std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, in
   VersionState* state;
   if (Status status = FindVersion(version, "accumulate", &state); !status.ok()) return status;
   if (layer < 0 || layer >= shape_.layers) {
-    return Status::Error(Code::kInvalidArgument, "accumulate: " + Where(version) + ", layer " + std::to_string(layer) +
-                                                     " is out of range: the table has " + std::to_string(shape_.layers));
+    return Status::Error(Code::kInvalidArgument, "accumulate: ", Where(version), ", layer ", layer,
+                         " is out of range: the table has ", shape_.layers);
   }
   const StageKey key{version.key(), layer, version.microbatch};
   Stage* chosen = nullptr;
@@ -56,7 +56,8 @@ std::string Domain::DescribeStages() const {
   std::string text = "accumulate: table " + shape_.name + ": every stage is taken:";
   for (const Stage& stage : stages_) {
     if (!stage.key) continue;
-    text += " layer " + std::to_string(std::get<1>(*stage.key)) + " waits for rank " + Ranks(all_ranks() & ~stage.closed) + ";";
+    text += " layer " + std::to_string(std::get<1>(*stage.key)) + " waits for rank ";
+    text += Ranks(all_ranks() & ~stage.closed) + ";";
   }
   return text;
 }
@@ -70,8 +71,8 @@ Status Domain::FindStage(const Version& version, int rank, int layer, int stage,
     const bool is_admitted = (*found)->key == key && ((*found)->admitted & ~(*found)->closed) >> rank & 1;
     if (is_admitted) return Status::Ok();
   }
-  return Status::Error(Code::kInvalidArgument, "accumulate: " + Where(version) + ", layer " + std::to_string(layer) + ", rank " +
-                                                   std::to_string(rank) + " was not admitted to a stage");
+  return Status::Error(Code::kInvalidArgument, "accumulate: ", Where(version), ", layer ", layer, ", rank ", rank,
+                       " was not admitted to a stage");
 }
 
 Status Domain::StagedGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
@@ -81,12 +82,10 @@ Status Domain::StagedGradients(const Version& version, int rank, int layer, int 
   if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
   for (int expert : experts) {
     if (expert < 0 || expert >= shape_.experts) {
-      return Status::Error(Code::kInvalidArgument, "accumulate: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " +
-                                                       std::to_string(expert) + " is out of range: the table has " +
-                                                       std::to_string(shape_.experts) + " experts");
+      return Status::Error(Code::kInvalidArgument, "accumulate: ", Where(version), ", layer ", layer, ", expert ",
+                           expert, " is out of range: the table has ", shape_.experts, " experts");
     }
-    const size_t index = (size_t(shape_.home[expert]) * shape_.members + rank) * shape_.blocks_per_member + shape_.local[expert];
-    blocks->push_back(found->blocks.get() + index * shape_.block_elems);
+    blocks->push_back(found->blocks.get() + StagedIndex(expert, rank) * shape_.block_elems);
   }
   return Status::Ok();
 }
@@ -138,12 +137,12 @@ Status Domain::SumStage(const Stage& stage, Executor& executor) {
   const int layer = std::get<1>(*stage.key);
   const int64_t elems = shape_.block_elems, chunks = (elems + kSumChunk - 1) / kSumChunk;
   ParallelFor(executor, int64_t(shape_.experts) * chunks, [&](int64_t task) {
-    const int expert = int(task / chunks), home = shape_.home[expert], local = shape_.local[expert];
+    const int expert = int(task / chunks), home = shape_.home[expert];
     const int64_t begin = int64_t(task % chunks) * kSumChunk, end = std::min(begin + kSumChunk, elems);
     float* first = nullptr;
     for (int source = 0; source < shape_.members; ++source) {
       if (!stage.sent[size_t(source) * shape_.experts + expert]) continue;
-      float* sent = stage.blocks.get() + ((size_t(home) * shape_.members + source) * shape_.blocks_per_member + local) * elems;
+      float* sent = stage.blocks.get() + StagedIndex(expert, source) * elems;
       if (first == nullptr) {
         first = sent;
       } else {
@@ -151,8 +150,9 @@ Status Domain::SumStage(const Stage& stage, Executor& executor) {
       }
     }
     if (first == nullptr) return;
-    float* sum = sums[home]->sums.get() + SumIndex(layer, local) * elems;
-    if (sums[home]->written[SumIndex(layer, local)]) {
+    const int64_t index = SumIndex(layer, shape_.local[expert]);
+    float* sum = sums[home]->sums.get() + index * elems;
+    if (sums[home]->written[index]) {
       for (int64_t i = begin; i < end; ++i) sum[i] += first[i];
     } else {
       std::memcpy(sum + begin, first + begin, (end - begin) * sizeof(float));
@@ -193,7 +193,8 @@ std::string Domain::DescribeUnclosed(const Version& version) const {
 }
 
 Status Domain::Collect(const Version& version, int rank,
-                       const std::function<void(int layer, int local, const float* sum)>& take_sum, Executor& executor) {
+                       const std::function<void(int layer, int local, const float* sum)>& take_sum,
+                       Executor& executor) {
   Gradients mine;
   VersionState* state;
   {

@@ -44,8 +44,8 @@ class XlaExecutor : public Executor {
   ffi::ThreadPool pool_;
 };
 
-// For a handler that has already returned: XLA's threads are no longer its to use. The same parallelism, so that the work is
-// cut, and rounded, in the same way.
+// For a handler that has already returned: XLA's threads are no longer its to use. The same parallelism, so that the
+// work is cut, and rounded, in the same way.
 class NewThreads : public Executor {
  public:
   explicit NewThreads(int64_t parallelism) : parallelism_(parallelism) {}
@@ -129,7 +129,9 @@ using Scalar = ffi::BufferR0<ffi::S32>;
 
 // The text begins with the Python type of the error (fef/pool/errors.py): XLA does not hand on the code in every case.
 ffi::Error ToError(const Status& status) {
-  auto error = [&](ffi::ErrorCode code, const char* type) { return ffi::Error(code, std::string(type) + ": " + status.message); };
+  auto error = [&](ffi::ErrorCode code, const char* type) {
+    return ffi::Error(code, std::string(type) + ": " + status.message);
+  };
   switch (status.code) {
     case Code::kOk: return ffi::Error::Success();
     case Code::kInvalidArgument: return error(ffi::ErrorCode::kInvalidArgument, "PoolError");
@@ -150,19 +152,21 @@ struct Place {
 
   Status Resolve(const Ints& version_bits, const Ints& member) {
     if (version_bits.element_count() != 4 || member.element_count() != 2) {
-      return Status::Error(Code::kInvalidArgument, "the pool: a version has 4 entries, not " + std::to_string(version_bits.element_count()));
+      return Status::Error(Code::kInvalidArgument, "the pool: a version has 4 entries, not ",
+                           version_bits.element_count());
     }
     const int32_t* bits = version_bits.typed_data();
     version = {bits[1], bits[2], bits[3]};
     rank = member.typed_data()[1];
     pool = FindPool(version.incarnation);
     if (pool == nullptr) {
-      return Status::Error(Code::kPoolClosed, "the pool of version " + version.text() + " was closed; open one and publish again");
+      return Status::Error(Code::kPoolClosed, "the pool of version ", version.text(),
+                           " was closed; open one and publish again");
     }
     domain = pool->domain(bits[0], member.typed_data()[0]);
     if (domain == nullptr || rank < 0 || rank >= domain->shape().members) {
-      return Status::Error(Code::kInvalidArgument, "table " + std::to_string(bits[0]) + " has no group " +
-                                                       std::to_string(member.typed_data()[0]) + ", rank " + std::to_string(rank));
+      return Status::Error(Code::kInvalidArgument, "table ", bits[0], " has no group ", member.typed_data()[0],
+                           ", rank ", rank);
     }
     domain->Chaos();
     return Status::Ok();
@@ -185,11 +189,18 @@ std::vector<int> RequestedExperts(const Ints& ids) {
   return experts;
 }
 
+void Complete(ffi::Promise& promise, const Status& status) {
+  if (status.ok()) {
+    promise.SetAvailable();
+  } else {
+    promise.SetError(ToError(status));
+  }
+}
+
 ffi::Future Completed(const Status& status) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  if (status.ok()) promise.SetAvailable();
-  else promise.SetError(ToError(status));
+  Complete(promise, status);
   return future;
 }
 
@@ -201,16 +212,15 @@ ffi::Future AwaitToken(const Place& place, int layer, WaitKind kind, ffi::Result
   *token->typed_data() = 0.0f;
   Await(place.pool, *place.domain, std::move(poll), std::move(describe),
         [place, layer, kind, promise](const Status& status, double waited_us) mutable {
-          if (!status.ok()) return promise.SetError(ToError(status));
           if (waited_us > 0) place.domain->CountWait(place.version, place.rank, layer, kind, waited_us);
-          promise.SetAvailable();
+          Complete(promise, status);
         });
   return future;
 }
 
-// Calls `send` once this member is admitted to a stage for its gradients of `layer`: at once, or when a stage is free on
-// a thread of its own, which does not have XLA's. To wait and to send is one operation: XLA may put any other between
-// two, also another one's wait, for a stage that only this one can make free.
+// Calls `send` once this member is admitted to a stage for its gradients of `layer`: at once, or later on a thread of
+// its own. To wait and to send is one operation: between two, XLA may put another one's wait for a stage that only this
+// one can make free.
 ffi::Future SendGradients(const Place& place, ffi::RunId run, ffi::ThreadPool pool, int layer,
                           std::function<Status(int stage, Executor& executor)> send) {
   auto stage = std::make_shared<int>(-1);
@@ -227,15 +237,13 @@ ffi::Future SendGradients(const Place& place, ffi::RunId run, ffi::ThreadPool po
   ffi::Promise promise;
   ffi::Future future(promise);
   Await(place.pool, *place.domain, std::move(poll), [domain = place.domain] { return domain->DescribeStages(); },
-        [place, layer, stage, send = std::move(send), parallelism = executor.Parallelism(), promise](Status status,
-                                                                                                   double waited_us) mutable {
-          NewThreads executor(parallelism);
+        [place, layer, stage, send = std::move(send), threads = NewThreads(executor.Parallelism()),
+         promise](Status status, double waited_us) mutable {
           if (status.ok()) {
             place.domain->CountWait(place.version, place.rank, layer, kWaitStage, waited_us);
-            status = send(*stage, executor);
+            status = send(*stage, threads);
           }
-          if (!status.ok()) return promise.SetError(ToError(status));
-          promise.SetAvailable();
+          Complete(promise, status);
         });
   return future;
 }
@@ -273,8 +281,8 @@ struct BlockParts {
         const auto buffer = buffers(i + part);
         const auto dims = buffer.dimensions();
         if (dims.size() < 2 || dims[1] != per_member) {
-          return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + ": an array's second dimension is not the " +
-                                                           std::to_string(per_member) + " positions of a member");
+          return Status::Error(Code::kInvalidArgument, "publish: table ", table.name,
+                               ": an array's second dimension is not the ", per_member, " positions of a member");
         }
         run.resize(dims[0]);
         const int64_t bytes = dims[0] == 0 ? 0 : int64_t(buffer.size_bytes()) / (dims[0] * per_member);
@@ -285,16 +293,15 @@ struct BlockParts {
       layers.insert(layers.end(), run.begin(), run.end());
     }
     if (int(layers.size()) != table.layers) {
-      return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + " has " + std::to_string(table.layers) +
-                                                       " layers, the arrays " + std::to_string(layers.size()));
+      return Status::Error(Code::kInvalidArgument, "publish: table ", table.name, " has ", table.layers,
+                           " layers, the arrays ", layers.size());
     }
     for (size_t layer = 0; layer < layers.size(); ++layer) {
       int64_t bytes = 0;
       for (const Part& part : layers[layer]) bytes += part.bytes;
       if (bytes == table.block_bytes()) continue;
-      return Status::Error(Code::kInvalidArgument, "publish: table " + table.name + ", layer " + std::to_string(layer) + ": blocks have " +
-                                                       std::to_string(table.block_bytes()) + " bytes, the arrays " +
-                                                       std::to_string(bytes));
+      return Status::Error(Code::kInvalidArgument, "publish: table ", table.name, ", layer ", layer, ": blocks have ",
+                           table.block_bytes(), " bytes, the arrays ", bytes);
     }
     return Status::Ok();
   }
@@ -307,7 +314,8 @@ ffi::Error PublishHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, In
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   BlockParts parts;
   auto array = [&](size_t i) { return arrays.get<ffi::AnyBuffer>(i).value(); };
-  if (Status status = parts.Collect(array, arrays.size(), num_parts, place.domain->shape()); !status.ok()) return ToError(status);
+  const TableShape& table = place.domain->shape();
+  if (Status status = parts.Collect(array, arrays.size(), num_parts, table); !status.ok()) return ToError(status);
   XlaExecutor executor(pool);
   *token->typed_data() = 0.0f;
   return ToError(place.domain->Publish(
@@ -331,7 +339,8 @@ XLA_FFI_DEFINE_HANDLER(kPublish, PublishHandler,
                            .Attr<int64_t>("num_parts"));
 
 // token -> the sums of this member's gradients, in the shapes of PublishHandler's arrays, float32.
-ffi::Error CollectHandler(ffi::ThreadPool pool, Ints version, Ints member, Token, ffi::RemainingRets sums, int64_t num_parts) {
+ffi::Error CollectHandler(ffi::ThreadPool pool, Ints version, Ints member, Token, ffi::RemainingRets sums,
+                          int64_t num_parts) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   const TableShape& table = place.domain->shape();
@@ -370,12 +379,14 @@ ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints 
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   const TableShape& table = place.domain->shape();
   if (int64_t(rows.element_count()) != table.experts) {
-    return Completed(Status::Error(Code::kInvalidArgument, "get: told of " + std::to_string(rows.element_count()) + " experts, table " +
-                                                            table.name + " has " + std::to_string(table.experts)));
+    return Completed(Status::Error(Code::kInvalidArgument, "get: told of ", rows.element_count(), " experts, table ",
+                                   table.name, " has ", table.experts));
   }
   return AwaitToken(
       place, *layer.typed_data(), kWaitPublished, token,
-      [domain = place.domain, version = place.version, experts = ExpertsWithRows(rows)] { return domain->Published(version, experts); },
+      [domain = place.domain, version = place.version, experts = ExpertsWithRows(rows)] {
+        return domain->Published(version, experts);
+      },
       [domain = place.domain, version = place.version] { return domain->DescribeUnpublished(version); });
 }
 XLA_FFI_DEFINE_HANDLER(
@@ -405,13 +416,18 @@ ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> t
 XLA_FFI_DEFINE_HANDLER(kRelease, ReleaseHandler,
                        ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
 
+FfnRows MakeFfnRows(const Floats& x_ND, const Floats& g_NF, const Ints& rows_E) {
+  const auto x_dims = x_ND.dimensions();
+  return {x_dims[0], x_dims[1], g_NF.dimensions()[1], int64_t(rows_E.element_count()), rows_E.typed_data()};
+}
+
 // x_ND, rows_E -> y_ND, g_NF, u_NF.
 ffi::Error PooledFfnHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Floats x, Ints rows,
                             ffi::Result<Floats> y, ffi::Result<Floats> g, ffi::Result<Floats> u) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   XlaExecutor executor(pool);
-  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g->dimensions()[1], int64_t(rows.element_count()), rows.typed_data()};
+  const FfnRows shape = MakeFfnRows(x, *g, rows);
   return ToError(PooledFfn(*place.domain, executor, place.version, place.rank, *layer.typed_data(), shape,
                            x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
 }
@@ -434,13 +450,14 @@ ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, Ints 
                                      ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
-  const FfnRows shape{x.dimensions()[0], x.dimensions()[1], g.dimensions()[1], int64_t(rows.element_count()), rows.typed_data()};
+  const FfnRows shape = MakeFfnRows(x, g, rows);
   *token->typed_data() = 0.0f;
+  // Addresses, not buffers: those end with the handler.
   return SendGradients(place, run, pool, *layer.typed_data(),
-                       [place, shape, layer = *layer.typed_data(), dy = dy.typed_data(), x = x.typed_data(), g = g.typed_data(),
-                        u = u.typed_data(), dx = dx->typed_data()](int stage, Executor& executor) {
-                         return PooledFfnBackward(*place.domain, executor, place.version, place.rank, layer, stage, shape, dy, x,
-                                                  g, u, dx);
+                       [place, shape, layer = *layer.typed_data(), dy = dy.typed_data(), x = x.typed_data(),
+                        g = g.typed_data(), u = u.typed_data(), dx = dx->typed_data()](int stage, Executor& executor) {
+                         return PooledFfnBackward(*place.domain, executor, place.version, place.rank, layer, stage,
+                                                  shape, dy, x, g, u, dx);
                        });
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
@@ -466,17 +483,19 @@ ffi::Error GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar la
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   const TableShape& table = place.domain->shape();
   const int64_t bytes = table.block_bytes(), num_ids = int64_t(ids.element_count());
-  const int64_t elems = blocks->dimensions()[1], asked_bytes = num_ids == 0 ? bytes : int64_t(blocks->size_bytes()) / num_ids;
+  const int64_t elems = blocks->dimensions()[1];
+  const int64_t asked_bytes = num_ids == 0 ? bytes : int64_t(blocks->size_bytes()) / num_ids;
   if (elems != table.block_elems || asked_bytes != bytes) {
-    return ToError(Status::Error(Code::kInvalidArgument, "get: table " + table.name + " holds blocks of " + std::to_string(table.block_elems) + " elements in " +
-                                      std::to_string(bytes) + " bytes, asked for " + std::to_string(elems) + " in " +
-                                      std::to_string(asked_bytes)));
+    return ToError(Status::Error(Code::kInvalidArgument, "get: table ", table.name, " holds blocks of ",
+                                 table.block_elems, " elements in ", bytes, " bytes, asked for ", elems, " in ",
+                                 asked_bytes));
   }
   std::vector<Lease> leases(num_ids);
   for (int64_t i = 0; i < num_ids; ++i) {
     const int expert = ids.typed_data()[i];
     if (expert < 0) continue;
-    if (Status status = place.domain->Read(place.version, place.rank, *layer.typed_data(), expert, &leases[i]); !status.ok()) return ToError(status);
+    const Status status = place.domain->Read(place.version, place.rank, *layer.typed_data(), expert, &leases[i]);
+    if (!status.ok()) return ToError(status);
   }
   XlaExecutor executor(pool);
   char* out = static_cast<char*>(blocks->untyped_data());
@@ -497,7 +516,8 @@ XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
                            .Ret<ffi::AnyBuffer>());
 
 // Adds up the blocks of each expert in their order and sends the sums.
-Status Accumulate(const Place& place, int layer, int stage, const std::vector<int>& ids, const float* blocks, Executor& executor) {
+Status Accumulate(const Place& place, int layer, int stage, const std::vector<int>& ids, const float* blocks,
+                  Executor& executor) {
   const int64_t elems = place.domain->shape().block_elems;
   std::vector<int> experts;
   for (int id : ids) {
@@ -511,8 +531,11 @@ Status Accumulate(const Place& place, int layer, int stage, const std::vector<in
     for (size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] != experts[k]) continue;
       const float* block = blocks + i * elems;
-      if (is_first) std::memcpy(staged[k], block, elems * sizeof(float));
-      else for (int64_t j = 0; j < elems; ++j) staged[k][j] += block[j];
+      if (is_first) {
+        std::memcpy(staged[k], block, elems * sizeof(float));
+      } else {
+        for (int64_t j = 0; j < elems; ++j) staged[k][j] += block[j];
+      }
       is_first = false;
     }
   });
@@ -526,16 +549,16 @@ ffi::Future AccumulateHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   const TableShape& table = place.domain->shape();
   if (blocks.dimensions()[1] != table.block_elems) {
-    return Completed(Status::Error(Code::kInvalidArgument, "accumulate: table " + table.name + " holds blocks of " +
-                                                               std::to_string(table.block_elems) + " elements, sent were " +
-                                                               std::to_string(blocks.dimensions()[1])));
+    return Completed(Status::Error(Code::kInvalidArgument, "accumulate: table ", table.name, " holds blocks of ",
+                                   table.block_elems, " elements, sent were ", blocks.dimensions()[1]));
   }
   *token->typed_data() = 0.0f;
-  std::vector<int> id_list(ids.typed_data(), ids.typed_data() + ids.element_count());
-  return SendGradients(place, run, pool, *layer.typed_data(),
-                       [place, layer = *layer.typed_data(), id_list, blocks = blocks.typed_data()](int stage, Executor& executor) {
-                         return Accumulate(place, layer, stage, id_list, blocks, executor);
-                       });
+  const std::vector<int> id_list(ids.typed_data(), ids.typed_data() + ids.element_count());
+  return SendGradients(
+      place, run, pool, *layer.typed_data(),
+      [place, layer = *layer.typed_data(), id_list, blocks = blocks.typed_data()](int stage, Executor& executor) {
+        return Accumulate(place, layer, stage, id_list, blocks, executor);
+      });
 }
 XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
                        ffi::Ffi::Bind()
@@ -550,7 +573,8 @@ XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
                            .Ret<Token>());
 
 // A hint: x comes back untouched (the same buffer), and the memory of the blocks is asked for.
-ffi::Error PrefetchHandler(Ints version, Ints member, Scalar layer, Ints ids, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error PrefetchHandler(Ints version, Ints member, Scalar layer, Ints ids, ffi::AnyBuffer x,
+                           ffi::Result<ffi::AnyBuffer> y) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   if (x.untyped_data() != y->untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
@@ -569,9 +593,8 @@ ffi::Error LedgerHandler(Ints version, Ints member, Token, ffi::Result<ffi::Buff
   const auto dims = counts->dimensions(), wait_dims = waits_us->dimensions();
   if (dims[0] != table.layers || dims[1] != kNumPurposes || dims[2] != table.experts || wait_dims[0] != table.layers ||
       wait_dims[1] != kNumWaitKinds) {
-    return ToError(Status::Error(Code::kInvalidArgument, "ledger: table " + table.name + " has " + std::to_string(table.layers) + " layers of " +
-                                         std::to_string(table.experts) + " experts, asked for " + std::to_string(dims[0]) +
-                                         " of " + std::to_string(dims[2])));
+    return ToError(Status::Error(Code::kInvalidArgument, "ledger: table ", table.name, " has ", table.layers,
+                                 " layers of ", table.experts, " experts, asked for ", dims[0], " of ", dims[2]));
   }
   return ToError(place.domain->ReadLedger(place.version, place.rank, counts->typed_data(), waits_us->typed_data()));
 }

@@ -28,7 +28,8 @@ uint64_t ReadNumber(const char* path, const std::string& field) {
 uint64_t AvailableBytes() {
   const uint64_t kib = ReadNumber("/proc/meminfo", "MemAvailable:");
   const uint64_t machine = kib == UINT64_MAX ? kib : kib * 1024;
-  const uint64_t limit = ReadNumber("/sys/fs/cgroup/memory.max", ""), used = ReadNumber("/sys/fs/cgroup/memory.current", "");
+  const uint64_t limit = ReadNumber("/sys/fs/cgroup/memory.max", "");
+  const uint64_t used = ReadNumber("/sys/fs/cgroup/memory.current", "");
   if (limit == UINT64_MAX || used == UINT64_MAX) return machine;
   const uint64_t cache = ReadNumber("/sys/fs/cgroup/memory.stat", "inactive_file");  // given up when memory is needed
   const uint64_t kept = cache < used ? used - cache : used;
@@ -45,9 +46,9 @@ MemorySegment::~MemorySegment() {
 Status MemorySegment::Create(const std::string& name, size_t num_bytes) {
   const uint64_t available = AvailableBytes();
   auto refuse = [&](const char* call, int error) {
-    return Status::Error(Code::kResourceExhausted, "segment " + name + ": " + call + " of " + std::to_string(num_bytes) +
-                                                       " bytes failed, " + std::to_string(available) + " are free: " +
-                                                       std::strerror(error) + "; lower config.pool.slots or the model's size");
+    return Status::Error(Code::kResourceExhausted, "segment ", name, ": ", call, " of ", num_bytes, " bytes failed, ",
+                         available, " are free: ", std::strerror(error),
+                         "; lower config.pool.slots or the model's size");
   };
   if (num_bytes > available) return refuse("memfd_create", ENOMEM);
   fd_ = memfd_create(name.c_str(), MFD_CLOEXEC);

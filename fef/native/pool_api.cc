@@ -1,5 +1,5 @@
-// The C functions that Python calls by ctypes (fef/pool/pool.py). What can fail returns its Code, 0 when it did not, with
-// the text in `error`.
+// The C functions that Python calls by ctypes (fef/pool/pool.py). What can fail returns its Code, 0 when it did not,
+// with the text in `error`.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -33,7 +33,8 @@ int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int ex
                        int elem_bytes, int slots, int stages, int32_t* table, char* error, int error_bytes) {
   const auto pool = fef::FindPool(incarnation);
   if (pool == nullptr) {
-    return ToCode(fef::Status::Error(fef::Code::kPoolClosed, "table " + std::string(name) + ": the pool was closed"), error, error_bytes);
+    const auto status = fef::Status::Error(fef::Code::kPoolClosed, "table ", name, ": the pool was closed");
+    return ToCode(status, error, error_bytes);
   }
   fef::TableShape shape;
   shape.name = name;

@@ -19,16 +19,15 @@ struct Groups {
 
 Status MakeGroups(const TableShape& table, int rank, const FfnRows& shape, Groups* groups) {
   if (shape.num_experts != table.experts) {
-    return Status::Error(Code::kInvalidArgument, "pooled_ffn: rows of " + std::to_string(shape.num_experts) + " experts, table " +
-                                                     table.name + " has " + std::to_string(table.experts));
+    return Status::Error(Code::kInvalidArgument, "pooled_ffn: rows of ", shape.num_experts, " experts, table ",
+                         table.name, " has ", table.experts);
   }
   int64_t first = 0;
   for (int expert = 0; expert < table.experts; ++expert) {
     const int32_t rows = shape.rows[expert];
     if (rows < 0 || first + rows > shape.num_rows) {
-      return Status::Error(Code::kInvalidArgument, "pooled_ffn: table " + table.name + ", expert " + std::to_string(expert) +
-                                                       ": " + std::to_string(rows) + " rows from row " + std::to_string(first) +
-                                                       " do not fit into " + std::to_string(shape.num_rows));
+      return Status::Error(Code::kInvalidArgument, "pooled_ffn: table ", table.name, ", expert ", expert, ": ", rows,
+                           " rows from row ", first, " do not fit into ", shape.num_rows);
     }
     if (rows > 0) groups->segments.push_back({int32_t(first), rows, expert});
     first += rows;
@@ -51,9 +50,9 @@ Status ReadWeights(Domain& domain, const Version& version, int rank, int layer, 
   const TableShape& table = domain.shape();
   const int64_t matrix = shape.d_model * shape.d_expert;
   if (table.elem_bytes != sizeof(float) || table.block_elems != 3 * matrix) {
-    return Status::Error(Code::kInvalidArgument, "pooled_ffn: table " + table.name + " holds blocks of " +
-                                                     std::to_string(table.block_elems) + " x " + std::to_string(table.elem_bytes) +
-                                                     " bytes, not the " + std::to_string(3 * matrix) + " floats of this FFN");
+    return Status::Error(Code::kInvalidArgument, "pooled_ffn: table ", table.name, " holds blocks of ",
+                         table.block_elems, " x ", table.elem_bytes, " bytes, not the ", 3 * matrix,
+                         " floats of this FFN");
   }
   weights->leases.resize(experts.size());
   weights->gate.resize(table.experts);
@@ -83,7 +82,9 @@ Status PooledFfn(Domain& domain, Executor& executor, const Version& version, int
   Groups groups;
   Weights weights;
   if (Status status = MakeGroups(domain.shape(), rank, shape, &groups); !status.ok()) return status;
-  if (Status status = ReadWeights(domain, version, rank, layer, shape, groups.experts, &weights); !status.ok()) return status;
+  if (Status status = ReadWeights(domain, version, rank, layer, shape, groups.experts, &weights); !status.ok()) {
+    return status;
+  }
   const int64_t d = shape.d_model, f = shape.d_expert;
   ZeroTail(groups, shape.num_rows, d, y);
   ZeroTail(groups, shape.num_rows, f, g);
@@ -103,10 +104,14 @@ Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& vers
   Weights weights;
   const TableShape& table = domain.shape();
   if (Status status = MakeGroups(table, rank, shape, &groups); !status.ok()) return status;
-  if (Status status = ReadWeights(domain, version, rank, layer, shape, groups.experts, &weights); !status.ok()) return status;
+  if (Status status = ReadWeights(domain, version, rank, layer, shape, groups.experts, &weights); !status.ok()) {
+    return status;
+  }
   const int64_t d = shape.d_model, f = shape.d_expert, matrix = d * f;
   std::vector<float*> staged, d_gate(table.experts), d_up(table.experts), d_down(table.experts);
-  if (Status status = domain.StagedGradients(version, rank, layer, stage, groups.experts, &staged); !status.ok()) return status;
+  if (Status status = domain.StagedGradients(version, rank, layer, stage, groups.experts, &staged); !status.ok()) {
+    return status;
+  }
   for (size_t i = 0; i < staged.size(); ++i) {
     const int expert = groups.experts[i];
     d_gate[expert] = staged[i];

@@ -3,8 +3,8 @@
 #ifndef FEF_STATUS_H_
 #define FEF_STATUS_H_
 
+#include <sstream>
 #include <string>
-#include <utility>
 
 namespace fef {
 
@@ -23,7 +23,13 @@ struct Status {
 
   bool ok() const { return code == Code::kOk; }
   static Status Ok() { return {}; }
-  static Status Error(Code code, std::string message) { return {code, std::move(message)}; }
+  // The message is its parts, strings and numbers, one after the other.
+  template <typename... Parts>
+  static Status Error(Code code, const Parts&... parts) {
+    std::ostringstream message;
+    (message << ... << parts);
+    return {code, message.str()};
+  }
 };
 
 }  // namespace fef

@@ -1,7 +1,7 @@
 """Typed errors of pool operations.
 
-XLA hands a failed operation on as text, in which fef/native/handlers.cc puts the name of the type; `as_pool_error` turns
-it back into the exception. The text names the operation, table, version, layer, expert and ranks.
+XLA hands a failed operation on as text, in which fef/native/handlers.cc puts the name of the type; `as_pool_error`
+turns it back into the exception. The text names the operation, table, version, layer, expert and ranks.
 """
 
 import re

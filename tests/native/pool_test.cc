@@ -127,7 +127,9 @@ Status Wait(Domain& domain, const std::function<std::optional<Status>()>& poll) 
   }
 }
 
-float BlockValue(int counter, int layer, int local, int rank) { return counter + 1000.0f * layer + 0.25f * local + 0.001f * rank; }
+float BlockValue(int counter, int layer, int local, int rank) {
+  return counter + 1000.0f * layer + 0.25f * local + 0.001f * rank;
+}
 
 Status Publish(Domain& domain, int counter, int rank, int64_t run) {
   Threads executor;
@@ -151,7 +153,9 @@ float Gradient(int counter, int layer, int expert, int source, int64_t i) {
   return 0.1f * counter + 0.37f * layer + 0.011f * expert + 1.7f * source + 1e-3f * i;
 }
 
-bool Sends(int counter, int layer, int expert, int source) { return (counter + 3 * layer + 5 * expert + 7 * source) % 3 != 0; }
+bool Sends(int counter, int layer, int expert, int source) {
+  return (counter + 3 * layer + 5 * expert + 7 * source) % 3 != 0;
+}
 
 void SendGradients(Domain& domain, const Version& version, int rank, int64_t run, int layer) {
   const fef::TableShape& shape = domain.shape();
@@ -164,7 +168,9 @@ void SendGradients(Domain& domain, const Version& version, int rank, int64_t run
   std::vector<float*> blocks;
   CheckOk(domain.StagedGradients(version, rank, layer, stage, experts, &blocks), "StagedGradients");
   for (size_t k = 0; k < blocks.size(); ++k) {
-    for (int64_t i = 0; i < shape.block_elems; ++i) blocks[k][i] = Gradient(version.counter, layer, experts[k], rank, i);
+    for (int64_t i = 0; i < shape.block_elems; ++i) {
+      blocks[k][i] = Gradient(version.counter, layer, experts[k], rank, i);
+    }
   }
   Threads executor;
   CheckOk(domain.CloseStage(version, rank, layer, stage, experts, executor), "CloseStage");
@@ -192,13 +198,15 @@ void CollectAndCheck(Domain& domain, int counter, int rank, int times) {
                     wanted[i] = is_first ? g : wanted[i] + g;
                   }
                 }
-                if (sum == nullptr || wanted.empty()) return Check(sum == nullptr && wanted.empty(), "a sum of nothing is null");
+                if (sum == nullptr || wanted.empty()) return Check(sum == nullptr && wanted.empty(),
+                                                                   "a sum of nothing is null");
                 const std::vector<float> once = wanted;
                 for (int again = 1; again < times; ++again) {
                   for (int64_t i = 0; i < shape.block_elems; ++i) wanted[i] += once[i];
                 }
                 Check(std::memcmp(sum, wanted.data(), wanted.size() * sizeof(float)) == 0,
-                      "sums are in rank order, bit for bit: version " + std::to_string(counter) + ", expert " + std::to_string(expert));
+                      "sums are in rank order, bit for bit: version " + std::to_string(counter) + ", expert " +
+                          std::to_string(expert));
               },
               executor),
           "Collect");
@@ -224,7 +232,8 @@ void TestTrainingSteps(int members, int experts, int64_t block_elems, int steps)
           Lease lease;
           CheckOk(domain.Read(At(counter), rank, layer, expert, &lease), "Read");
           const int home = expert % members;
-          Check(HoldsOnly(lease, block_elems, BlockValue(counter, layer, expert / members, home)), "a block has its publisher's contents");
+          Check(HoldsOnly(lease, block_elems, BlockValue(counter, layer, expert / members, home)),
+                "a block has its publisher's contents");
         }
       }
       for (int layer = layers - 1; layer >= 0; --layer) {
@@ -304,11 +313,12 @@ void TestPublishTwoAtOnce() {
       for (int layer : {0, 1}) {
         Lease lease;
         CheckOk(domain.Read(At(counter + i), 0, layer, 1, &lease), "Read");
-        Check(lease.block() != nullptr && HoldsOnly(lease, elems, BlockValue(counter + i, layer, 1, 0)), "two versions do not share a slot");
+        Check(lease.block() != nullptr && HoldsOnly(lease, elems, BlockValue(counter + i, layer, 1, 0)),
+              "two versions do not share a slot");
       }
     }
-    CheckError(Publish(domain, 1000 + counter, 0, /*run=*/counter), Code::kResourceExhausted, "all 2 slots hold versions that are still open",
-               "a third open version in one execution");
+    CheckError(Publish(domain, 1000 + counter, 0, /*run=*/counter), Code::kResourceExhausted,
+               "all 2 slots hold versions that are still open", "a third open version in one execution");
   }
 }
 
@@ -323,11 +333,14 @@ void TestLeases() {
       CheckOk(domain.Read(At(counter), 0, 0, 0, &leases[counter - 1]), "Read");
       CheckOk(domain.Release(At(counter), 0), "Release");
     }
-    CheckError(Publish(domain, 3, 0, 3), Code::kDeadlineExceeded, "publish: table moe, version (5,3), rank 0, layer 0: a reader still holds",
+    CheckError(Publish(domain, 3, 0, 3), Code::kDeadlineExceeded,
+               "publish: table moe, version (5,3), rank 0, layer 0: a reader still holds",
                "leases that are never dropped");
-    for (int counter : {1, 2}) Check(HoldsOnly(leases[counter - 1], 10, BlockValue(counter, 0, 0, 0)), "a leased block was not written to");
+    for (int counter : {1, 2}) Check(HoldsOnly(leases[counter - 1], 10, BlockValue(counter, 0, 0, 0)),
+                                     "a leased block was not written to");
     Lease late;
-    CheckError(domain.Read(At(1), 0, 0, 0, &late), Code::kStaleVersion, "no slot holds this version", "a version whose slot was taken away");
+    CheckError(domain.Read(At(1), 0, 0, 0, &late), Code::kStaleVersion, "no slot holds this version",
+               "a version whose slot was taken away");
   }
   CheckOk(Publish(domain, 4, 0, 4), "Publish after the leases were dropped");
   Lease lease;
@@ -340,16 +353,19 @@ void TestAbandonedStages() {
   Domain& domain = opened.domain;
   int stage = -1;
   for (int rank : {0, 1}) CheckOk(Publish(domain, 1, rank, 1), "Publish");
-  for (int layer : {2, 1}) CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(1), 0, 1, layer, &stage); }), "StageAdmitted");
+  for (int layer : {2, 1}) CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(1), 0, 1, layer, &stage); }),
+                                   "StageAdmitted");
   {
     std::lock_guard<std::mutex> lock(domain.mutex());
     Check(!domain.StageAdmitted(At(1), 0, 1, 0, &stage), "no third stage within the execution");
-    Check(domain.DescribeStages() == "accumulate: table moe: every stage is taken: layer 2 waits for rank 0,1; layer 1 waits for rank 0,1;",
+    Check(domain.DescribeStages() == "accumulate: table moe: every stage is taken: layer 2 waits for rank 0,1; "
+                                     "layer 1 waits for rank 0,1;",
           domain.DescribeStages());
   }
   for (int run : {2, 3}) {  // the same version's gradients once more, then a new version
     const int counter = run - 1;
     InParallel(2, [&](int rank) {
+      if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));  // rank 1 must not join what 0 left
       if (counter == 2) CheckOk(Publish(domain, counter, rank, run), "Publish");
       for (int layer : {2, 1, 0}) SendGradients(domain, At(counter), rank, run, layer);
       CollectAndCheck(domain, counter, rank, 1);
@@ -357,7 +373,8 @@ void TestAbandonedStages() {
     CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(counter), 0, run, 0, &stage); }), "StageAdmitted");
   }
   std::vector<float*> blocks;
-  CheckError(domain.StagedGradients(At(1), 0, 1, 1, {0}, &blocks), Code::kInvalidArgument, "rank 0 was not admitted to a stage", "the old admission");
+  CheckError(domain.StagedGradients(At(1), 0, 1, 1, {0}, &blocks), Code::kInvalidArgument,
+             "rank 0 was not admitted to a stage", "the old admission");
 }
 
 void TestRefusals() {
@@ -373,20 +390,29 @@ void TestRefusals() {
   };
   Check(!published(At(41)), "a version that may still come is waited for");
   Check(published(At(40))->ok(), "the newest version is there");
-  CheckError(*published(At(1)), Code::kStaleVersion, "version (5,1) is no longer remembered", "an old version is not waited for");
-  CheckError(*published({kIncarnation + 1, 40, 0}), Code::kStaleVersion, "belongs to another incarnation", "another incarnation");
-  CheckError(domain.Read(At(38), 0, 0, 1, &lease), Code::kStaleVersion, "expert 1, home rank 1: no slot holds this version", "a refilled slot");
-  CheckError(domain.Read(At(40), 0, 1, 0, &lease), Code::kInvalidArgument, "layer 1, expert 0 is out of range", "layer out of range");
-  CheckError(domain.Read(At(40), 0, 0, 2, &lease), Code::kInvalidArgument, "expert 2 is out of range", "expert out of range");
-  CheckError(domain.CloseVersion(At(1), 0), Code::kStaleVersion, "collect: table moe, version (5,1)", "closing an old version");
+  CheckError(*published(At(1)), Code::kStaleVersion, "version (5,1) is no longer remembered",
+             "an old version is not waited for");
+  CheckError(*published({kIncarnation + 1, 40, 0}), Code::kStaleVersion, "belongs to another incarnation",
+             "another incarnation");
+  CheckError(domain.Read(At(38), 0, 0, 1, &lease), Code::kStaleVersion,
+             "expert 1, home rank 1: no slot holds this version", "a refilled slot");
+  CheckError(domain.Read(At(40), 0, 1, 0, &lease), Code::kInvalidArgument, "layer 1, expert 0 is out of range",
+             "layer out of range");
+  CheckError(domain.Read(At(40), 0, 0, 2, &lease), Code::kInvalidArgument, "expert 2 is out of range",
+             "expert out of range");
+  CheckError(domain.CloseVersion(At(1), 0), Code::kStaleVersion, "collect: table moe, version (5,1)",
+             "closing an old version");
   CheckOk(domain.Release(At(1), 0), "releasing an old version");
   int stage = -1;
   CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(40), 0, 40, 0, &stage); }), "StageAdmitted");
   std::vector<float*> blocks;
   Threads executor;
-  CheckError(domain.StagedGradients(At(40), 0, 0, stage, {0, 2}, &blocks), Code::kInvalidArgument, "expert 2 is out of range", "gradient out of range");
-  CheckError(domain.CloseStage(At(40), 1, 0, stage, {}, executor), Code::kInvalidArgument, "rank 1 was not admitted", "a rank without admission");
-  CheckError(Domain(Shape(65, 65, 1, 1, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kInvalidArgument, "at most 64", "65 members");
+  CheckError(domain.StagedGradients(At(40), 0, 0, stage, {0, 2}, &blocks), Code::kInvalidArgument,
+             "expert 2 is out of range", "gradient out of range");
+  CheckError(domain.CloseStage(At(40), 1, 0, stage, {}, executor), Code::kInvalidArgument, "rank 1 was not admitted",
+             "a rank without admission");
+  CheckError(Domain(Shape(65, 65, 1, 1, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kInvalidArgument, "at most 64",
+             "65 members");
   CheckError(Domain(Shape(1, 1, 1, int64_t{1} << 48, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kResourceExhausted,
              "of 2251799813689344 bytes failed", "more memory than there is");
   domain.Close();
@@ -413,7 +439,8 @@ void TestCloseEndsWaits() {
   for (int rank : {0, 1}) CheckOk(domain.Publish(version, rank, 1, [](int, int, char*) {}, executor), "Publish");
   CheckOk(domain.CloseVersion(version, 0), "CloseVersion");
   int stage = -1;
-  for (int use : {0, 1}) CheckOk(Wait(domain, [&] { return domain.StageAdmitted(version, 0, 1, 0, &stage); }), "StageAdmitted " + std::to_string(use));
+  for (int use : {0, 1}) CheckOk(Wait(domain, [&] { return domain.StageAdmitted(version, 0, 1, 0, &stage); }),
+                                 "StageAdmitted " + std::to_string(use));
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -424,14 +451,16 @@ void TestCloseEndsWaits() {
     ++num_answers;
     changed.notify_all();
   };
-  auto describe = [] { return std::string("unused"); };
+  auto await = [&](std::function<std::optional<Status>()> poll) {
+    fef::Await(pool, domain, std::move(poll), [] { return std::string("unused"); }, done);
+  };
   for (int i = 0; i < 4; ++i) {
-    fef::Await(pool, domain, [&domain, never] { return domain.Published(never, {0}); }, describe, done);
-    fef::Await(pool, domain, [&domain, version] { return domain.AllClosed(version); }, describe, done);
-    fef::Await(pool, domain, [&domain, version, stage]() mutable { return domain.StageAdmitted(version, 0, 1, 0, &stage); }, describe, done);
+    await([&domain, never] { return domain.Published(never, {0}); });
+    await([&domain, version] { return domain.AllClosed(version); });
+    await([&domain, version, stage]() mutable { return domain.StageAdmitted(version, 0, 1, 0, &stage); });
   }
   fef::ClosePool(pool->incarnation());
-  fef::Await(pool, domain, [&domain, version] { return domain.AllClosed(version); }, describe, done);  // answered at once
+  await([&domain, version] { return domain.AllClosed(version); });  // answered at once
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [&] { return num_answers == 13; });
   lock.unlock();
@@ -452,9 +481,11 @@ void TestDeadline() {
   CheckOk(domain.Publish(version, 1, 1, [](int, int, char*) {}, executor), "Publish");
   std::atomic<bool> is_done{false};
   fef::Await(
-      pool, domain, [&] { return domain.Published(version, {0, 1}); }, [&] { return domain.DescribeUnpublished(version); },
+      pool, domain, [&] { return domain.Published(version, {0, 1}); },
+      [&] { return domain.DescribeUnpublished(version); },
       [&](const Status& status, double waited_us) {
-        CheckError(status, Code::kDeadlineExceeded, "get: table moe, version " + version.text() + ": rank 0 has not published it within 0.02",
+        CheckError(status, Code::kDeadlineExceeded,
+                   "get: table moe, version " + version.text() + ": rank 0 has not published it within 0.02",
                    "the deadline's text");
         Check(waited_us > 0, "the wait is measured");
         is_done = true;

@@ -364,7 +364,7 @@ def test_a_version_that_is_never_published(short_pool, publish_one, read_one):
     error = pool_error(lambda: read_one(published, 1, IDS))
     assert type(error) is errors.PoolTimeoutError
     assert str(error) == (
-        f"get: table test, version ({short_pool.incarnation},99): rank 0,1,2,3 has not published it within 0.300000 s"
+        f"get: table test, version ({short_pool.incarnation},99): rank 0,1,2,3 has not published it within 0.3 s"
     )
 
 
@@ -502,9 +502,7 @@ def test_closed_pool_and_a_handle_of_another_incarnation(mesh, publish_one, read
         assert again.incarnation != pool.incarnation
         error = pool_error(lambda: read_one(published, 0, IDS))
         assert type(error) is errors.PoolClosedError
-        assert str(error) == (
-            f"the pool of version ({pool.incarnation},1) was closed; open one and publish again"
-        )
+        assert str(error) == f"the pool of version ({pool.incarnation},1) was closed; open one and publish again"
         error = pool_error(lambda: value_and_grad(W1, X_MD, handle))
         assert type(error) is errors.PoolClosedError
         assert str(error) == "publish: the pool was closed; open one and pass it to the step"

@@ -14,14 +14,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values())
-@pytest.mark.parametrize("frame", ["{}", "NOT_FOUND: {}", "INTERNAL: Error dispatching computation: {}\nand more lines"])
+@pytest.mark.parametrize(
+    "frame", ["{}", "NOT_FOUND: {}", "INTERNAL: Error dispatching computation: {}\nand more lines"]
+)
 @pytest.mark.parametrize("raised", [RuntimeError, ValueError])
 def test_as_pool_error(kind, frame, raised):
     error = errors.as_pool_error(raised(frame.format(f"{kind.__name__}: get: table t, version (1,2): rank 0")))
     assert type(error) is kind and str(error) == "get: table t, version (1,2): rank 0"
 
 
-@pytest.mark.parametrize("text", ["", "INTERNAL: something else", "INVALID_ARGUMENT: fef_grouped_matmul: segment", "MyPoolError: x"])
+@pytest.mark.parametrize(
+    "text", ["", "INTERNAL: something else", "INVALID_ARGUMENT: fef_grouped_matmul: segment", "MyPoolError: x"]
+)
 def test_errors_of_others(text):
     assert errors.as_pool_error(ValueError(text)) is None
 

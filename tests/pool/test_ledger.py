@@ -132,7 +132,9 @@ def test_refusals(mesh, handle):
         wanted = f"ledger: table ffn has 2 layers of 3 experts, asked for {layers} of {experts}"
         assert str(errors.as_pool_error(caught.value)) == wanted
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        jax.block_until_ready(jax.jit(functools.partial(ledger_of, mesh))(version_M4.at[:, 2].set(10**6), jnp.float32(0)))
+        jax.block_until_ready(
+            jax.jit(functools.partial(ledger_of, mesh))(version_M4.at[:, 2].set(10**6), jnp.float32(0))
+        )
     error = errors.as_pool_error(caught.value)
     assert type(error) is errors.StaleVersionError and "ledger: table ffn, version" in str(error)
 

@@ -103,12 +103,13 @@ def test_current_is_the_innermost(mesh):
 def test_the_end_of_the_block_waits_for_programs(mesh, monkeypatch):
     """Results may be looked at afterwards."""
     monkeypatch.setenv("FEF_CHAOS", "1")
-    loss = jax.jit(jax.grad(lambda w, handle: programs.get_loss(mesh, handle, w, W[0, :2], np.zeros((2, 2, 1), int), 3)))
+    x_MD, ids_LMn, scales = W[0, :2], np.zeros((2, 2, 1), np.int32), (1e-3, 2e-3, 3e-3)
+    grad = jax.jit(jax.grad(lambda w, handle: programs.get_loss(mesh, handle, w, x_MD, ids_LMn, 3)))
     with Pool(mesh) as pool:
-        grads = [loss(W * scale, table(pool)) for scale in (1e-3, 2e-3, 3e-3)]
-    for scale, grad in zip((1e-3, 2e-3, 3e-3), grads, strict=True):
-        wanted = jax.grad(lambda w: programs.reference_get_loss(TABLE, w, W[0, :2], np.zeros((2, 2, 1), int)))(W * scale)
-        programs.assert_close(grad, wanted)
+        grads = [grad(W * scale, table(pool)) for scale in scales]
+    wanted = jax.grad(lambda w: programs.reference_get_loss(TABLE, w, x_MD, ids_LMn))
+    for scale, got in zip(scales, grads, strict=True):
+        programs.assert_close(got, wanted(W * scale))
 
 
 @pytest.mark.parametrize("wait", ["array", "tree"])
