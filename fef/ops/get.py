@@ -73,7 +73,8 @@ def _get_fwd(version_4, chain, layer, ids_n, wanted_E, like):
 
 
 def _get_bwd(residuals, d_blocks):
-    return None, accumulate(*residuals, d_blocks), None, None, None, None
+    version_4, chain, layer, ids_n = residuals
+    return None, accumulate(version_4, chain, layer, ids_n, d_blocks), None, None, None, None
 
 
 _get.defvjp(_get_fwd, _get_bwd)
