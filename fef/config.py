@@ -191,7 +191,7 @@ class OptimConfig(Section):
 class TrainConfig(Section):
     """Length of the run, accumulation and evaluation."""
 
-    steps: int = knob(300, "run", "optimizer steps of the whole run", ge=1)
+    steps: int = knob(200, "run", "optimizer steps of the whole run", ge=1)
     microbatches: int = knob(1, "run", "parts into which a batch is split for gradient accumulation", ge=1)
     seed: int = knob(0, "model", "seed of initialisation and of every random choice in the step", ge=0, lt=2**32)
     eval_every: int = knob(100, "run", "steps between held-out evaluations; one is always made at the end", ge=1)

@@ -113,6 +113,16 @@ def test_microbatches_are_weighted_by_their_tokens():
         np.testing.assert_allclose(steps.rows[0]["entropy_L"], whole.rows[0]["entropy_L"], rtol=1e-5)
 
 
+def test_an_evaluation_is_a_sum_over_tokens_and_that_of_training_without_drops():
+    steps = take_steps()
+    evaluate = jax.jit(steps.stepper.eval_step)
+    state = jax.device_put(steps.stepper.init(), steps.stepper.shardings())
+    whole, *parts = (evaluate(state, some) for some in (batch(0), masked(batch(0), 0, 2), masked(batch(0), 1, 2)))
+    assert parts[0][1] != parts[1][1] and whole[1] == parts[0][1] + parts[1][1] == steps.rows[0]["tokens"]
+    np.testing.assert_allclose(whole[0], parts[0][0] + parts[1][0], rtol=1e-5)
+    np.testing.assert_allclose(whole[0] / whole[1], steps.rows[0]["loss"], rtol=1e-5)
+
+
 def masked(batch, part, count):
     """Only part `part` of `count` equal parts of the batch, the rest as padding."""
     sequence_B1 = np.arange(len(batch["mask_BS"]))[:, None]

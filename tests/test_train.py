@@ -140,9 +140,18 @@ def test_a_finished_run_prints_its_summary_and_is_left_alone(six_steps):
 # How a run goes on.
 
 
-def test_a_finished_run_with_more_steps_goes_on(six_steps_copy, uninterrupted):
+def test_a_finished_run_with_more_steps_goes_on_past_what_a_kill_left(six_steps_copy, uninterrupted):
+    """A row beyond the checkpoint, a line that was cut (M-01), and two saves that were (C-02)."""
+    with open(six_steps_copy / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 0.0}\n{"step": 8, "lo')
+    unfinished = [six_steps_copy / "checkpoints" / name for name in ("8", "8.orbax-checkpoint-tmp")]
+    for folder in unfinished:
+        folder.mkdir()
     summary, out = run(six_steps_copy, {"train.steps": 9})
     assert "continuing at step 6 of 9" in out and "config.train.steps: 6 -> 9" in out
+    assert "metrics.jsonl: the last line was cut off; removed 14 bytes" in out
+    assert all(f"skipped {folder.absolute()}: not a complete checkpoint" in out for folder in unfinished)
+    assert "saved step 8" in out and "saved step 9" in out
     assert rows_of(six_steps_copy) == rows_of(uninterrupted)
     assert summary["steps"] == 9
     assert ["train.steps", 6, 9] in summary["run_fields_changed"]
@@ -361,8 +370,8 @@ def test_a_users_router_trains_and_its_state_is_saved(tmp_path, monkeypatch):
 # The program itself: whole processes.
 
 PROGRAM = {key: value for key, value in (SMALL | RUN).items() if key != "moe.dispatcher"} | {
-    "train.steps": 60,
-    "train.eval_every": 20,
+    "train.steps": 100,
+    "train.eval_every": 50,
     "checkpoint.every": 5,
     "run.report": True,
     "run.tensorboard": True,
@@ -382,18 +391,21 @@ def environment(tmp_path_factory):
 
 
 def test_a_killed_run_started_again_equals_one_that_was_not_killed(tmp_path, environment):
-    def start(folder, **kwargs):
+    def start(folder, env=environment):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command(folder), cwd=tmp_path, env=environment, **pipes)
+        return subprocess.Popen(command(folder), cwd=tmp_path, env=env, **pipes)
 
     whole = start(tmp_path / "whole")
     out, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
+    bar = re.sub(r"\s*\d+%\|[^|]*\| \d+/100 \[[^]]*\]", "", err)
+    assert not bar.strip()  # beside the progress bar, nobody writes to the terminal
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {
         "config.json", "metrics.jsonl", "summary.json", "report.html", "checkpoints", "tensorboard",
     }  # fmt: skip
 
-    killed = start(tmp_path / "killed")
+    # Delays in the pool change no value, and leave time to kill it before it ends.
+    killed = start(tmp_path / "killed", environment | {"FEF_CHAOS": "1"})
     metrics, end = tmp_path / "killed/metrics.jsonl", time.monotonic() + 300
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 13:
         assert killed.poll() is None and time.monotonic() < end, killed.communicate()
@@ -408,7 +420,7 @@ def test_a_killed_run_started_again_equals_one_that_was_not_killed(tmp_path, env
     assert again.returncode == 0, err
     assert "continuing at step " in out and "continuing at step 0" not in out
     rows = rows_of(tmp_path / "killed")
-    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["step"] for row in rows] == list(range(1, 101))
     assert rows == rows_of(tmp_path / "whole")
     whole_summary, summary = (
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "killed")
