@@ -149,7 +149,7 @@ def test_a_finished_run_with_more_steps_goes_on_past_what_a_kill_left(six_steps_
         folder.mkdir()
     summary, out = run(six_steps_copy, {"train.steps": 9})
     assert "continuing at step 6 of 9" in out and "config.train.steps: 6 -> 9" in out
-    assert "metrics.jsonl: the last line was cut off; removed 14 bytes" in out
+    assert "metrics.jsonl: the last line was cut off; removed 15 bytes" in out
     assert all(f"skipped {folder.absolute()}: not a complete checkpoint" in out for folder in unfinished)
     assert "saved step 8" in out and "saved step 9" in out
     assert rows_of(six_steps_copy) == rows_of(uninterrupted)
