@@ -149,7 +149,7 @@ def stored(config):
 def test_resume_lists_changed_run_fields():
     new = changed(train__steps=1000, moe__dispatcher="reference")
     changes = fef.config.resume_changes(stored(Config()), new)
-    assert changes == [("moe.dispatcher", "pooled", "reference"), ("train.steps", 300, 1000)]
+    assert changes == [("moe.dispatcher", "pooled", "reference"), ("train.steps", 200, 1000)]
     assert fef.config.resume_changes(stored(new), new) == []
 
 
@@ -173,7 +173,7 @@ def test_resume_from_another_version():
     del old["train"]["steps"], old["model"]["d_ff"]
     old["model"]["bygone"] = [1, 2]
     assert fef.config.resume_changes(old, changed(train__steps=5)) == [
-        ("train.steps", 300, 5),
+        ("train.steps", 200, 5),
         ("model.bygone", (1, 2), GONE),
     ]
     with pytest.raises(ConfigError, match="config.model.d_ff=8: .* has 256"):

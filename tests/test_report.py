@@ -179,7 +179,7 @@ def test_loads_over_time_show_when_an_expert_died(tmp_path):
 def test_a_run_without_summary_shows_what_its_rows_say(tmp_path):
     rows = [make_row(step, **({"heldout_loss": 3.25} if step == 20 else {})) for step in range(1, 41)]
     _, page = read(make_run(tmp_path, rows, Config()))
-    assert "40 of 300 steps; not finished: no summary.json" in page.text
+    assert "40 of 200 steps; not finished: no summary.json" in page.text
     for figure in ["|3.2500|", "|4.9615|", "|10,240|", "|200 ms|", "|30.0 ms|", "|5.00 MB|", "|0.600|"]:
         assert figure in page.text, figure
 
@@ -190,7 +190,7 @@ def test_changed_values_are_marked_and_the_others_listed_with_default_and_scope(
     _, page = read(make_run(tmp_path, [make_row(1)], config))
     assert f"2 of {len(_leaves(to_dict(config)))} values differ" in page.text
     assert "|optim.clip_norm|None|1.0|model|" in page.text
-    assert "|train.steps|7|300|run|" in page.text
+    assert "|train.steps|7|200|run|" in page.text
     assert "|data.seq_len|128|128|data|" in page.text
     assert [attributes for tag, attributes in page.tags if tag == "tr"].count({"class": "changed"}) == 2
 
@@ -221,7 +221,7 @@ def test_a_run_without_a_row_says_so(tmp_path):
     assert "no config.json" in read(tmp_path)[1].text  # an empty folder
     _, page = read(make_run(tmp_path, [], Config()))
     assert "No rows in metrics.jsonl" in page.text
-    assert "0 of 300 steps; not finished" in page.text
+    assert "0 of 200 steps; not finished" in page.text
 
 
 def test_a_dense_run(tmp_path):
