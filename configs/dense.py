@@ -5,7 +5,8 @@ K experts of width F and the shared ones become one FFN of width (K + shared) * 
 Command:  scripts/train.sh --config=configs/dense.py
 Hardware: 2 CPU cores, 4 virtual devices in one process.
 Time:     about that of configs/tiny.py.
-Expected: a held-out loss above that of configs/tiny.py after the same steps on the same data.
+Expected: about the held-out loss of configs/tiny.py: at 300 steps 1.673 against 1.686 nats/byte (one seed each),
+presumably because so short a run gives each expert only a quarter of the tokens.
 """
 
 from configs import tiny
