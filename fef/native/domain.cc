@@ -281,7 +281,7 @@ Status Domain::Release(const Version& version, int rank) {
 void Domain::CountWait(const Version& version, int rank, int layer, WaitKind kind, double microseconds) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto it = versions_.find(version.key());
-  if (it == versions_.end()) return;
+  if (it == versions_.end() || layer < 0 || layer >= shape_.layers) return;
   it->second.waits_us[(size_t(rank) * shape_.layers + layer) * kNumWaitKinds + kind] += microseconds;
 }
 
