@@ -370,8 +370,8 @@ def test_a_users_router_trains_and_its_state_is_saved(tmp_path, monkeypatch):
 # The program itself: whole processes.
 
 PROGRAM = {key: value for key, value in (SMALL | RUN).items() if key != "moe.dispatcher"} | {
-    "train.steps": 100,
-    "train.eval_every": 50,
+    "train.steps": 60,
+    "train.eval_every": 30,
     "checkpoint.every": 5,
     "run.report": True,
     "run.tensorboard": True,
@@ -398,7 +398,7 @@ def test_a_killed_run_started_again_equals_one_that_was_not_killed(tmp_path, env
     whole = start(tmp_path / "whole")
     out, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
-    bar = re.sub(r"\s*\d+%\|[^|]*\| \d+/100 \[[^]]*\]", "", err)
+    bar = re.sub(r"\s*\d+%\|[^|]*\| \d+/60 \[[^]]*\]", "", err)
     assert not bar.strip()  # beside the progress bar, nobody writes to the terminal
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {
         "config.json", "metrics.jsonl", "summary.json", "report.html", "checkpoints", "tensorboard",
@@ -420,7 +420,7 @@ def test_a_killed_run_started_again_equals_one_that_was_not_killed(tmp_path, env
     assert again.returncode == 0, err
     assert "continuing at step " in out and "continuing at step 0" not in out
     rows = rows_of(tmp_path / "killed")
-    assert [row["step"] for row in rows] == list(range(1, 101))
+    assert [row["step"] for row in rows] == list(range(1, 61))
     assert rows == rows_of(tmp_path / "whole")
     whole_summary, summary = (
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "killed")

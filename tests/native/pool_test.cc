@@ -123,7 +123,7 @@ Status Wait(Domain& domain, const std::function<std::optional<Status>()>& poll) 
   std::unique_lock<std::mutex> lock(domain.mutex());
   for (;;) {
     if (const std::optional<Status> status = poll()) return *status;
-    domain.WaitForChange(lock, 1.0);
+    domain.WaitForChange(lock, kDeadline);
   }
 }
 
@@ -264,6 +264,31 @@ void TestLayerUsedTwice() {
   }
 }
 
+// A member may be a whole use of a layer ahead of another: first uses are summed with first uses.
+void TestUsesMeetInTheirOrder() {
+  Opened opened(Shape(/*members=*/2, /*experts=*/1, /*layers=*/1, /*block_elems=*/1, /*slots=*/2, /*stages=*/2));
+  Domain& domain = opened.domain;
+  for (int rank : {0, 1}) CheckOk(Publish(domain, 1, rank, 1), "Publish");
+  const float gradients[2][2] = {{1e8f, 1.0f}, {-1e8f, 1.0f}};  // [rank][use]; any other order loses the ones
+  Threads executor;
+  for (int rank : {0, 1}) {
+    for (int use : {0, 1}) {
+      int stage = -1;
+      CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(1), rank, 1, 0, &stage); }), "StageAdmitted");
+      std::vector<float*> blocks;
+      CheckOk(domain.StagedGradients(At(1), rank, 0, stage, {0}, &blocks), "StagedGradients");
+      *blocks.at(0) = gradients[rank][use];
+      CheckOk(domain.CloseStage(At(1), rank, 0, stage, {0}, executor), "CloseStage");
+    }
+    CheckOk(domain.CloseVersion(At(1), rank), "CloseVersion");
+  }
+  CheckOk(Wait(domain, [&] { return domain.AllClosed(At(1)); }), "AllClosed");
+  CheckOk(domain.Collect(
+              At(1), 0, [&](int, int, const float* sum) { Check(*sum == 2.0f, "sum " + std::to_string(*sum)); },
+              executor),
+          "Collect");
+}
+
 // Readers with old addresses get what they asked for or a refusal, and what they hold does not change.
 void TestStaleReaders() {
   const int64_t elems = 4000;
@@ -377,6 +402,33 @@ void TestAbandonedStages() {
              "rank 0 was not admitted to a stage", "the old admission");
 }
 
+// A backward pass may run again, when everybody has closed the version already: it still waits for all gradients.
+void TestBackwardTwice() {
+  Opened opened(Shape(2, 2, 2, 10, 2, 2));
+  Domain& domain = opened.domain;
+  for (int rank : {0, 1}) CheckOk(Publish(domain, 1, rank, 1), "Publish");
+  for (int run : {2, 3, 4}) {
+    InParallel(2, [&](int rank) {
+      if (rank == run % 2) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      for (int layer : {1, 0}) SendGradients(domain, At(1), rank, run, layer);
+      CollectAndCheck(domain, 1, rank, 1);
+    });
+  }
+}
+
+// A version whose gradients are on their way is not forgotten, however many come after it.
+void TestVersionWithStagesIsKept() {
+  Opened opened(Shape(2, 2, 1, 10, 2, 2));
+  Domain& domain = opened.domain;
+  for (int rank : {0, 1}) CheckOk(Publish(domain, 1, rank, 1), "Publish");
+  SendGradients(domain, At(1), 0, 1, 0);
+  for (int counter = 2; counter <= 40; ++counter) CheckOk(Publish(domain, counter, 0, counter), "Publish");
+  InParallel(2, [&](int rank) {
+    if (rank == 1) SendGradients(domain, At(1), 1, 1, 0);
+    CollectAndCheck(domain, 1, rank, 1);
+  });
+}
+
 void TestRefusals() {
   Opened opened(Shape(2, 2, 1, 10, 2, 2));
   Domain& domain = opened.domain;
@@ -415,6 +467,11 @@ void TestRefusals() {
              "65 members");
   CheckError(Domain(Shape(1, 1, 1, int64_t{1} << 48, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kResourceExhausted,
              "of 2251799813689344 bytes failed", "more memory than there is");
+  for (int layer : {-1, 0, 1}) domain.CountWait(At(40), 0, layer, fef::kWaitPublished, 2.0);
+  std::vector<int32_t> counts(fef::kNumPurposes * 2);
+  std::vector<float> waits_us(fef::kNumWaitKinds);
+  CheckOk(domain.ReadLedger(At(40), 0, counts.data(), waits_us.data()), "ReadLedger");
+  Check(waits_us == std::vector<float>{2.0f, 0.0f, 0.0f}, "waits are counted where they belong");
   domain.Close();
   CheckError(domain.Read(At(40), 0, 0, 0, &lease), Code::kPoolClosed, "closed", "Read after Close");
   CheckError(Publish(domain, 41, 0, 41), Code::kPoolClosed, "closed", "Publish after Close");
@@ -501,10 +558,13 @@ int main() {
   TestTrainingSteps(/*members=*/4, /*experts=*/6, /*block_elems=*/37, /*steps=*/25);
   TestTrainingSteps(/*members=*/2, /*experts=*/3, /*block_elems=*/40000, /*steps=*/4);
   TestLayerUsedTwice();
+  TestUsesMeetInTheirOrder();
   TestStaleReaders();
   TestPublishTwoAtOnce();
   TestLeases();
   TestAbandonedStages();
+  TestBackwardTwice();
+  TestVersionWithStagesIsKept();
   TestRefusals();
   TestCloseEndsWaits();
   TestDeadline();
