@@ -150,7 +150,7 @@ class PoolConfig(Section):
     transport: str = knob(
         "auto", "run", "how blocks travel; local is one process; FEF_TRANSPORT overrides it", choices=("auto", "local")
     )
-    slots: int = knob(3, "run", "places per block; one version is read while the next is written", ge=2)
+    slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
     deadline_s: float = knob(120.0, "run", "longest wait of a pool operation before it raises, seconds", gt=0)
     update: str = knob("step_end", "run", "when new weights are published", choices=("step_end",))

@@ -15,12 +15,12 @@ SIZES = {"d_model": 16, "d_expert": 24, "num_experts": 5, "num_choices": 2}
 
 
 class Net(nnx.Module):
-    """Two MoE layers between dense ones."""
+    """More MoE layers, each publishing by itself, than versions are kept between programs; dense ones between them."""
 
     def __init__(self, mesh, dispatcher):
         rngs = nnx.Rngs(0)
         self.first = nnx.Linear(8, 16, rngs=rngs)
-        self.moes = nnx.List([fef.MoeLayer(**SIZES, mesh=mesh, rngs=rngs, dispatcher=dispatcher) for _ in range(2)])
+        self.moes = nnx.List([fef.MoeLayer(**SIZES, mesh=mesh, rngs=rngs, dispatcher=dispatcher) for _ in range(5)])
         self.between = nnx.Linear(16, 16, rngs=rngs)
         self.last = nnx.Linear(16, 4, rngs=rngs)
 
@@ -73,8 +73,8 @@ def test_a_plain_model_trains_over_the_pool_as_over_the_reference(monkeypatch):
                 assert_close(grads, first_grads)
         assert_close(params, expected)
         # More evaluations than there are slots, in which nothing is collected.
-        values = [float(loss(params, *batch)) for _ in range(8)]
-        assert values == values[:1] * 8 and values[0] < losses[-1]
+        values = [float(loss(params, *batch)) for _ in range(20)]
+        assert values == values[:1] * 20 and values[0] < losses[0] / 2
 
 
 def layer(mesh, **changes):

@@ -28,13 +28,14 @@ Status Domain::Open(int group) {
     return Status::Error(Code::kInvalidArgument, "table ", shape_.name, ": ", shape_.members,
                          " members, a pool holds at most ", kMaxMembers);
   }
-  const size_t headers = RoundUp(sizeof(SlotHeader) * shape_.slots * shape_.layers, 4096);
+  slots_taken_.resize(shape_.members);
   const size_t blocks = size_t(shape_.slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
   for (int rank = 0; rank < shape_.members; ++rank) {
     auto segment = std::make_unique<MemorySegment>();
     const std::string name = "fef-" + shape_.name + "-g" + std::to_string(group) + "-r" + std::to_string(rank);
-    if (Status status = segment->Create(name, headers + blocks); !status.ok()) return status;
+    if (Status status = segment->Create(name, headers_bytes() + blocks); !status.ok()) return status;
     segments_.push_back(std::move(segment));
+    if (Status status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
   }
   is_open_ = true;
   return Status::Ok();
@@ -46,14 +47,22 @@ void Domain::Close() {
   changed_.notify_all();
 }
 
+size_t Domain::headers_bytes() const { return RoundUp(sizeof(SlotHeader) * shape_.slots * shape_.layers, 4096); }
+
+Status Domain::TakeSlots(int rank, int num_slots) {
+  const size_t blocks = size_t(num_slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
+  if (Status status = segments_[rank]->Take(headers_bytes() + blocks); !status.ok()) return status;
+  slots_taken_[rank] = std::max(slots_taken_[rank], num_slots);
+  return Status::Ok();
+}
+
 Domain::SlotHeader* Domain::header(int rank, int slot, int layer) const {
   return reinterpret_cast<SlotHeader*>(segments_[rank]->data()) + slot * shape_.layers + layer;
 }
 
 char* Domain::block(int rank, int slot, int layer, int local) const {
-  const size_t headers = RoundUp(sizeof(SlotHeader) * shape_.slots * shape_.layers, 4096);
   const size_t index = (size_t(slot) * shape_.layers + layer) * shape_.blocks_per_member + local;
-  return segments_[rank]->data() + headers + index * shape_.block_bytes();
+  return segments_[rank]->data() + headers_bytes() + index * shape_.block_bytes();
 }
 
 std::string Domain::Where(const Version& version) const {
@@ -121,20 +130,23 @@ Domain::VersionState& Domain::CreateVersion(const Version& version) {
 
 
 // Prefers a slot whose version everybody has closed, then an empty one, then the oldest one left open by an earlier
-// execution (the runtime does not overlap executions over several devices); one that is being read comes last.
+// execution, then one that takes new memory. The runtime does not overlap executions over several devices, but it may
+// on one device: hence the last version of another execution is touched only when nothing else is left. A slot that is
+// being read comes last.
 Status Domain::ChooseSlots(const Version& version, int rank, int64_t run, std::vector<int>* slots) {
   slots->assign(shape_.layers, -1);
   for (int layer = 0; layer < shape_.layers; ++layer) {
-    constexpr int kOpen = 3, kIsLeased = 10;
+    enum { kClosed, kEmpty, kOlder, kNew, kLast, kOpen };
+    constexpr int kIsLeased = 10;
     int best_order = kOpen + kIsLeased;
     uint64_t best_key = ~0ull;
     for (int slot = 0; slot < shape_.slots; ++slot) {
       const uint64_t key = header(rank, slot, layer)->version.load(std::memory_order_acquire);
       const auto it = versions_.find(key);
       int order = kOpen;
-      if (key == 0) order = 1;
-      else if (it == versions_.end() || it->second.closed == all_ranks()) order = 0;
-      else if (it->second.run != run) order = 2;
+      if (key == 0) order = slot < slots_taken_[rank] ? kEmpty : kNew;
+      else if (it == versions_.end() || it->second.closed == all_ranks()) order = kClosed;
+      else if (it->second.run != run) order = key + 1 < version.key() ? kOlder : kLast;
       if (key == kBeingWritten || order == kOpen) continue;
       if (header(rank, slot, layer)->leases.load(std::memory_order_relaxed) != 0) order += kIsLeased;
       if (order < best_order || (order == best_order && key < best_key)) {
@@ -185,6 +197,8 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
     latest_run_ = run;
     CreateVersion(version).run = run;
     if (Status status = ChooseSlots(version, rank, run, &slots); !status.ok()) return status;
+    const int highest = *std::max_element(slots.begin(), slots.end());
+    if (Status status = TakeSlots(rank, highest + 1); !status.ok()) return status;
     SetSlots(rank, slots, kBeingWritten);
     if (Status status = AwaitReaders(version, rank, slots, lock); !status.ok()) {
       SetSlots(rank, slots, 0);
@@ -218,6 +232,7 @@ Status Domain::Read(const Version& version, int rank, int layer, int expert, Lea
   for (int slot = 0; slot < shape_.slots; ++slot) {
     // First the lease, then the look at the version: a publisher takes the version away and then looks for leases.
     SlotHeader* head = header(home, slot, layer);
+    if (head->version.load(std::memory_order_acquire) != version.key()) continue;
     head->leases.fetch_add(1, std::memory_order_seq_cst);
     if (head->version.load(std::memory_order_seq_cst) != version.key()) {
       head->leases.fetch_sub(1, std::memory_order_release);

@@ -38,7 +38,7 @@ struct TableShape {
   int blocks_per_member = 0;    // places per member and layer, P / R
   int64_t block_elems = 0;
   int elem_bytes = 4;
-  int slots = 2;
+  int slots = 2;                // at most; memory is taken when one is first needed
   int stages = 2;
 
   int64_t block_bytes() const { return block_elems * elem_bytes; }
@@ -182,6 +182,8 @@ class Domain {
   VersionState& CreateVersion(const Version& version);
   void Count(VersionState& state, int rank, int layer, Purpose purpose, int expert) const;
   bool IsStaged(uint64_t key) const;
+  size_t headers_bytes() const;
+  Status TakeSlots(int rank, int num_slots);
   Status ChooseSlots(const Version& version, int rank, int64_t run, std::vector<int>* slots);
   Status AwaitReaders(const Version& version, int rank, const std::vector<int>& slots,
                       std::unique_lock<std::mutex>& lock);
@@ -200,6 +202,7 @@ class Domain {
   std::condition_variable changed_;
   bool is_open_ = false;
   std::vector<std::unique_ptr<MemorySegment>> segments_;  // one per member
+  std::vector<int> slots_taken_;                          // per member
   std::map<uint64_t, VersionState> versions_;
   uint64_t last_forgotten_ = 0;  // versions up to here that are not in versions_ have been there
   int64_t latest_run_ = 0;

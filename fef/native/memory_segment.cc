@@ -14,6 +14,8 @@ namespace fef {
 
 namespace {
 
+constexpr size_t kPageBytes = 4096;
+
 // The number after `field` in a file of "field number" lines, or in a file that is a number; the largest if not there.
 uint64_t ReadNumber(const char* path, const std::string& field) {
   std::ifstream file(path);
@@ -44,22 +46,34 @@ MemorySegment::~MemorySegment() {
 }
 
 Status MemorySegment::Create(const std::string& name, size_t num_bytes) {
-  const uint64_t available = AvailableBytes();
-  auto refuse = [&](const char* call, int error) {
-    return Status::Error(Code::kResourceExhausted, "segment ", name, ": ", call, " of ", num_bytes, " bytes failed, ",
-                         available, " are free: ", std::strerror(error),
-                         "; lower config.pool.slots or the model's size");
-  };
-  if (num_bytes > available) return refuse("memfd_create", ENOMEM);
+  name_ = name;
   fd_ = memfd_create(name.c_str(), MFD_CLOEXEC);
-  if (fd_ < 0) return refuse("memfd_create", errno);
-  if (const int error = posix_fallocate(fd_, 0, static_cast<off_t>(num_bytes)); error != 0) {
-    return refuse("posix_fallocate", error);
+  if (fd_ < 0 || ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0) {
+    return Status::Error(Code::kResourceExhausted, "segment ", name, " of ", num_bytes,
+                         " bytes cannot be made: ", std::strerror(errno));
   }
-  void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
-  if (address == MAP_FAILED) return refuse("mmap", errno);
+  void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (address == MAP_FAILED) {
+    return Status::Error(Code::kResourceExhausted, "segment ", name, " of ", num_bytes,
+                         " bytes cannot be mapped: ", std::strerror(errno));
+  }
   data_ = static_cast<char*>(address);
   num_bytes_ = num_bytes;
+  return Status::Ok();
+}
+
+Status MemorySegment::Take(size_t num_bytes) {
+  if (num_bytes <= taken_) return Status::Ok();
+  const size_t more = num_bytes - taken_;
+  const uint64_t available = AvailableBytes();
+  const int error = more > available ? ENOMEM : posix_fallocate(fd_, off_t(taken_), off_t(more));
+  if (error != 0) {
+    return Status::Error(Code::kResourceExhausted, "segment ", name_, ": taking ", more, " bytes failed, ", available,
+                         " are free: ", std::strerror(error), "; use a smaller model or release() versions");
+  }
+  // Maps the pages that posix_fallocate has filled, so that no step pays for the faults.
+  for (size_t at = taken_; at < num_bytes; at += kPageBytes) static_cast<volatile char*>(data_)[at];
+  taken_ = num_bytes;
   return Status::Ok();
 }
 

@@ -9,8 +9,8 @@
 
 namespace fef {
 
-// A memfd of fixed size, mapped for the life of the object. Freed by the kernel when the last mapping is gone, also
-// after SIGKILL, so nothing is left behind in /dev/shm.
+// A memfd of fixed size, mapped for the life of the object. It holds memory only where that was taken. Freed by the
+// kernel when the last mapping is gone, also after SIGKILL, so nothing is left behind in /dev/shm.
 class MemorySegment {
  public:
   MemorySegment() = default;
@@ -18,18 +18,21 @@ class MemorySegment {
   MemorySegment& operator=(const MemorySegment&) = delete;
   ~MemorySegment();
 
-  // Reserves the memory at once: a segment that does not fit is refused here, not by a bus error at the first write or
-  // by the kernel's killing of this or another process.
+  // Reserves addresses, no memory.
   Status Create(const std::string& name, size_t num_bytes);
+  // Takes and faults in the memory of the first num_bytes, once and for all. What does not fit is refused here, not by
+  // a bus error at the first write or by the kernel's killing of this or another process.
+  Status Take(size_t num_bytes);
 
   char* data() const { return data_; }
-  size_t num_bytes() const { return num_bytes_; }
   int fd() const { return fd_; }
 
  private:
   int fd_ = -1;
+  std::string name_;
   char* data_ = nullptr;
   size_t num_bytes_ = 0;
+  size_t taken_ = 0;
 };
 
 }  // namespace fef

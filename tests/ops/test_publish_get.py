@@ -327,8 +327,9 @@ def test_vmap_over_ids_is_refused(mesh):
 
 @pytest.fixture
 def short_pool(mesh):
-    """A fresh pool with a short deadline."""
+    """A fresh pool with a short deadline and few slots."""
     config = PoolConfig()
+    config.slots = 3
     config.deadline_s = 0.3
     with Pool(mesh, config) as pool:
         yield pool
@@ -391,7 +392,8 @@ def test_a_stale_address_is_never_answered_with_other_data(short_pool, publish_o
             assert type(refusals[n]) is errors.StaleVersionError, error
         else:
             np.testing.assert_array_equal(blocks, n)
-    assert sorted(refusals) == list(range(1, num_versions - short_pool.config.slots + 1))
+    # Of what earlier executions left open, only the version before the newest is kept: memory does not grow.
+    assert sorted(refusals) == list(range(1, num_versions - 1))
     place = f"get: table test, version ({short_pool.incarnation},"
     assert str(refusals[1]) == f"{place}1) is no longer remembered; publish again"
     assert str(refusals[36]) == (

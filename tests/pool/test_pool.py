@@ -74,10 +74,10 @@ def test_memory_that_is_not_there(mesh):
     """A terabyte is refused at once, before any of it is filled, and leaves nothing behind."""
     with Pool(mesh) as pool:
         with pytest.raises(errors.PoolExhaustedError) as caught:
-            table(pool, name="huge", elems=2**38 // (2 * 2 * 3), layers=2)
+            table(pool, name="huge", elems=2**38 // (2 * 2), layers=2)
         text = str(caught.value)
-        assert text.startswith("segment fef-huge-g0-r0: memfd_create of 10995116")
-        assert " are free: Cannot allocate memory; lower config.pool.slots or the model's size" in text
+        assert text.startswith("segment fef-huge-g0-r0: taking 10995116")
+        assert " are free: Cannot allocate memory; use a smaller model or release() versions" in text
         assert segments() == []
         assert table(pool).tolist() == [0, pool.incarnation]
 
