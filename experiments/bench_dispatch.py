@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     if not config.moe.every:
         raise ConfigError("moe.every", 0, "a dense model has no dispatcher; choose a config with experts")
     jax.config.update("jax_platforms", "cpu")
-    startup.prepare(num_devices=config.mesh.devices, malloc=config.run.malloc)
+    startup.prepare(config.mesh.devices, config.run.malloc, config.pool.deadline_s)
     for other in configs.values():
         DISPATCHERS.get(other.moe.dispatcher).check_platform(jax.default_backend())
     overrides = [word for word in argv[1:] if word.startswith(("--config.", "--noconfig."))]

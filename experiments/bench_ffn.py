@@ -29,10 +29,12 @@ import numpy as np
 from absl import flags
 
 from experiments.flags import parse_flags, run
-from fef import startup
+from fef import provenance, startup
 from fef.config import UserError
+from fef.experts import Experts
 from fef.ops import permute
-from fef.ops.grouped_matmul import grouped_matmul, resolve, segments_of_counts
+from fef.ops.expert_ffn import expert_ffn
+from fef.ops.grouped_matmul import resolve, segments_of_counts
 from fef.pool.native import NativeError
 from fef.routing import Assignment
 
@@ -117,7 +119,8 @@ def _bench(
                     "ratio": float(np.median(wall / dense_wall)),
                     "cpu_ratio": float(np.median(cpu / dense_cpu)),
                     "repeats": repeats,
-                    "jax": jax.__version__,
+                    "commit": provenance.commit(),
+                    "versions": provenance.versions(),
                     "num_cores": os.cpu_count(),
                     "pjrt_nproc": int(os.environ["PJRT_NPROC"]),
                 }
@@ -165,11 +168,9 @@ def _moe_ffn(implementation: str) -> Callable[..., jax.Array]:
             routed.token_N, routed.expert_N, weight_N, routed.valid_N, routed.aux_loss, {}, NUM_CHOICES
         )
         order = permute.sort_by_expert(assignment, w_gate_EDF.shape[0])
-        segments = segments_of_counts(order.counts_E)
         x_ND = permute.gather_rows(x_TD, assignment, order)
-        gate_NF = grouped_matmul(x_ND, w_gate_EDF, segments, implementation=implementation)
-        up_NF = grouped_matmul(x_ND, w_up_EDF, segments, implementation=implementation)
-        y_ND = grouped_matmul(jax.nn.silu(gate_NF) * up_NF, w_down_EFD, segments, implementation=implementation)
+        experts = Experts(w_gate_EDF, w_up_EDF, w_down_EFD)
+        y_ND = expert_ffn(x_ND, experts, segments_of_counts(order.counts_E), implementation)
         return permute.combine_rows(y_ND, assignment, order, NUM_TOKENS)
 
     return ffn

@@ -24,7 +24,7 @@ def define(values: flags.FlagValues) -> None:
 def main(argv: list[str]) -> None:
     config, values = parse(argv, define, doc=__doc__ or "")
     _silence_libraries()
-    startup.prepare(num_devices=config.mesh.devices, malloc=config.run.malloc)
+    startup.prepare(config.mesh.devices, config.run.malloc, config.pool.deadline_s)
     import fef.train  # after startup.prepare, so that nothing it imports can start a backend before
 
     fef.train.run(config, values.workdir or f"runs/{pathlib.Path(values.config).stem}", fresh=values.fresh)

@@ -6,11 +6,12 @@ object reads "max_vio.1" or "bytes_by_purpose.weights".
 
 One row of metrics.jsonl (lists hold one entry per MoE layer; [] in a dense model):
   step; loss (nats per byte, cross entropy only); aux_loss; grad_norm (before clipping); learning_rate;
-  step_ms (wall time of the step, from the start of one to the start of the next), of which wait_ms (waiting for
-  experts, mean over members) and data_ms (waiting for the next batch); tokens (of the step, all members);
+  step_ms (wall time of a step and of the wait for its batch, without evaluation and saving), of which wait_ms (waiting
+  for experts, mean over members) and data_ms (waiting for the batch); tokens (of the step, all members);
   tokens_per_s; bytes (moved between members, all members), bytes_by_purpose {weights, refetch, gradients, tokens,
-  metadata}; dropped_fraction; max_vio, entropy, dead_experts; load ([[E choices] per layer]); skipped_updates (so
-  far in the run); heldout_loss on steps with an evaluation; not_finite where there is something to name.
+  metadata}; dropped_fraction; max_vio, entropy (of the load), gate_entropy (of the gate, mean over
+  tokens), dead_experts; load ([[E choices] per layer]); skipped_updates (so far in the run);
+  heldout_loss on steps with an evaluation; not_finite where there is something to name.
 """
 
 import json

@@ -35,7 +35,9 @@ class MoeLayer(nnx.Module):
 
         with fef.Pool(mesh) as pool:
             layer = fef.MoeLayer(d_model=64, d_expert=128, num_experts=8, num_choices=2, mesh=mesh, rngs=nnx.Rngs(0))
-            y_BSD, metrics = layer(x_BSD)
+            y_BSD, metrics = nnx.jit(lambda layer, x_BSD: layer(x_BSD))(layer, x_BSD)
+
+    Call it inside a jitted function, as here: an eager call compiles the layer anew each time.
 
     Args:
       d_model: D.

@@ -154,7 +154,7 @@ def _run_notices(rows: list[dict]) -> list[str]:
         notices.append(f"{key} was not finite at {len(steps)} of {len(rows)} logged steps: {shown}")
     skipped = rows[-1].get("skipped_updates") if rows else 0
     if skipped:
-        notices.append(f"{skipped} updates were skipped because a gradient was not finite")
+        notices.append(f"{skipped} updates were skipped because the loss, a gradient or the update was not finite")
     return notices
 
 

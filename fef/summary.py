@@ -58,7 +58,7 @@ def format_summary(summary: dict[str, Any], workdir: str | os.PathLike | None = 
         ("steps", count_text(summary.get("steps"))),
     ]
     if summary.get("skipped_updates"):
-        rows.append(("skipped updates", f"{summary['skipped_updates']} (gradient not finite)"))
+        rows.append(("skipped updates", f"{summary['skipped_updates']} (not finite)"))
     if workdir is not None:
         rows += [(name, str(path)) for name, path in _written(pathlib.Path(workdir)).items()]
     width = max(len(name) for name, _ in rows)

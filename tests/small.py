@@ -1,19 +1,15 @@
 """A model that compiles in seconds, and steps of it that tests share. No test file: tests import it.
 
 XLA spends most of a small test's time on generating code, so the code here is generated with little optimisation, and
-programs compiled before are taken from a folder. Both change speed only.
+programs compiled before are taken from a folder. Both change speed only. (More of it: conftest.py.)
 """
 
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
-
-# Read when the backend starts, which no test file does while it is imported.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 
 import jax
 import numpy as np

@@ -49,12 +49,15 @@ def test_prepare_sets_devices_and_threads_and_leaves_what_is_set():
 from fef import startup
 startup.prepare(num_devices=6)
 import jax
-print(jax.device_count(), os.environ["PJRT_NPROC"], os.environ["TF_CPP_MIN_LOG_LEVEL"])
+names = "PJRT_NPROC", "TF_CPP_MIN_LOG_LEVEL", "XLA_FLAGS"
+print(jax.device_count(), *(os.environ[name] for name in names), sep="\\n")
 """
-    clean = {"PJRT_NPROC": "", "TF_CPP_MIN_LOG_LEVEL": "", "JAX_PLATFORMS": "cpu"}
+    clean = {"PJRT_NPROC": "", "TF_CPP_MIN_LOG_LEVEL": "", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     code = "import os\nfor k in ('PJRT_NPROC', 'TF_CPP_MIN_LOG_LEVEL'): os.environ[k] or os.environ.pop(k)\n" + code
-    assert run(code, **clean) == ["6", "24", "2"]
-    assert run(code, **clean | {"PJRT_NPROC": "40", "TF_CPP_MIN_LOG_LEVEL": "0"}) == ["6", "40", "0"]
+    flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    assert run(code, **clean) == ["6", "24", "2", f"{flag}=180"]
+    own = {"PJRT_NPROC": "40", "TF_CPP_MIN_LOG_LEVEL": "0", "XLA_FLAGS": f"{flag}=7"}
+    assert run(code, **clean | own) == ["6", "40", "0", f"{flag}=7"]
 
 
 def test_prepare_after_the_backend_has_started_is_refused():

@@ -46,7 +46,7 @@ def test_the_summary_table_holds_every_figure_with_its_unit(tmp_path):
 
 
 def test_skipped_updates_are_said():
-    assert "3 (gradient not finite)" in format_summary(SUMMARY | {"skipped_updates": 3})
+    assert "3 (not finite)" in format_summary(SUMMARY | {"skipped_updates": 3})
     assert "skipped" not in format_summary(SUMMARY | {"skipped_updates": 0})
 
 

@@ -19,6 +19,8 @@ from fef.registry import Registry
 class Assignment:
     """Which token goes to which expert, and with which weight.
 
+    No token names the same expert in two valid places: dispatchers size their buffers by that.
+
     Attributes:
       token_N: (N,) int32, position of the token in the member's T tokens.
       expert_N: (N,) int32 in [0, E).

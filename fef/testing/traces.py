@@ -177,7 +177,8 @@ def replay_assignment(live: Assignment, recorded: Mapping[str, jax.Array], mask_
 
     Experts, tokens and drops are the recorded ones. A (token, expert) pair that the live gate chose too has the live
     weight, which carries the gradient to the gate; any other has the recorded weight, as a constant. So a replay of
-    the recorded run repeats it exactly, and where the gate has moved away it still learns from what both agree on.
+    the recorded run repeats it but for rounding, and where the gate has moved away it still learns from what both agree
+    on.
 
     Args:
       live: what the router gave for this member and layer.
