@@ -16,7 +16,7 @@ def get_config() -> Config:
     config.model.num_heads = 8
     config.model.num_kv_heads = 4
     config.model.d_ff = 1024
-    config.moe.d_expert = 512
+    config.moe.d_expert = 256
     config.moe.leading_dense = 1
     config.data.seq_len = 256
     config.optim.learning_rate = 2e-3

@@ -125,9 +125,9 @@ class MoeConfig(Section):
 
     every: int = knob(1, "model", "experts in every n-th layer; 0 makes a dense model", ge=0)
     leading_dense: int = knob(0, "model", "layers at the start that stay dense, at most num_layers", ge=0)
-    num_experts: int = knob(8, "model", "E, experts per MoE layer", ge=1)
-    num_choices: int = knob(2, "model", "K, experts per token, at most E", ge=1)
-    d_expert: int = knob(256, "model", "F, hidden width of one expert's SwiGLU", ge=1)
+    num_experts: int = knob(16, "model", "E, experts per MoE layer", ge=1)
+    num_choices: int = knob(4, "model", "K, experts per token, at most E", ge=1)
+    d_expert: int = knob(128, "model", "F, hidden width of one expert's SwiGLU", ge=1)
     num_shared: int = knob(
         0, "model", "shared experts every token visits; one FFN of width num_shared * d_expert", ge=0
     )

@@ -38,6 +38,7 @@ SMALL = {
     "model.num_kv_heads": 1,
     "model.d_ff": 32,
     "moe.num_experts": 6,
+    "moe.num_choices": 2,
     "moe.d_expert": 32,
     "moe.dispatcher": "reference",
     "routing.top_k.balance_coef": 0.0,

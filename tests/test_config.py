@@ -48,7 +48,7 @@ def test_every_router_and_dispatcher_is_valid_with_defaults_only():
         try:
             fef.config.validate(changed(**values))
         except ConfigError as error:  # a scheme for one expert per token says so
-            assert "config.moe.num_choices=2" in str(error) and "=1" in str(error)
+            assert "config.moe.num_choices=4" in str(error) and "=1" in str(error)
             fef.config.validate(changed(**values, moe__num_choices=1))
     for name in DISPATCHERS:
         fef.config.validate(changed(moe__dispatcher=name))
@@ -84,10 +84,10 @@ def test_every_number_has_a_range_or_a_reason():
         ("model.head_dim", 33, "config.model.head_dim=33: rotary positions need an even"),
         ("model.dtype", "float16", "config.model.dtype='float16': must be one of float32, bfloat16"),
         ("model.vocab_size", 100, "config.model.vocab_size=100: must be >= 256"),
-        ("moe.num_choices", 9, "config.moe.num_choices=9: must be <= moe.num_experts=8"),
+        ("moe.num_choices", 17, "config.moe.num_choices=17: must be <= moe.num_experts=16"),
         ("moe.leading_dense", 5, "config.moe.leading_dense=5: must be <= model.num_layers=4"),
         ("moe.router", "topk", "config.moe.router='topk': unknown router 'topk'; nearest: top_k"),
-        ("moe.router", "switch", "config.moe.num_choices=2: switch sends each token to one expert"),
+        ("moe.router", "switch", "config.moe.num_choices=4: switch sends each token to one expert"),
         ("moe.router", "expert_choice", "set config.routing.allow_noncausal=True"),
         ("moe.dispatcher", "poled", "config.moe.dispatcher='poled': unknown dispatcher 'poled'; nearest: pooled"),
         ("mesh.data", 3, "config.mesh.data=3: must divide mesh.devices=4"),

@@ -167,6 +167,7 @@ class Domain {
     std::unique_ptr<float[]> blocks;  // [home][source][local][block_elems]
     std::vector<char> sent;           // [source][expert]
     uint64_t admitted = 0, closed = 0;  // bit per rank
+    bool is_summing = false;
   };
 
   SlotHeader* header(int rank, int slot, int layer) const;
@@ -189,6 +190,7 @@ class Domain {
                       std::unique_lock<std::mutex>& lock);
   void SetSlots(int rank, const std::vector<int>& slots, uint64_t key);
   Status FindStage(const Version& version, int rank, int layer, int stage, Stage** found);
+  bool MaySum(const Stage& stage) const;
   Status PrepareSums(const Stage& stage, std::vector<Gradients*>* sums);
   Status SumStage(const Stage& stage, Executor& executor);
   std::string Where(const Version& version) const;
@@ -198,7 +200,6 @@ class Domain {
   const int32_t incarnation_;
   const double deadline_s_;
   mutable std::mutex mutex_;
-  std::mutex sum_mutex_;  // two stages of a layer add to the same sums; taken before mutex_
   std::condition_variable changed_;
   bool is_open_ = false;
   std::vector<std::unique_ptr<MemorySegment>> segments_;  // one per member

@@ -94,7 +94,7 @@ Status Domain::CloseStage(const Version& version, int rank, int layer, int stage
                           Executor& executor) {
   Stage* found;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
     VersionState& state = versions_.at(version.key());
     for (int expert : experts) {
@@ -103,12 +103,26 @@ Status Domain::CloseStage(const Version& version, int rank, int layer, int stage
     }
     found->closed |= 1ull << rank;
     if (found->closed != all_ranks()) return Status::Ok();
+    changed_.wait(lock, [&] { return MaySum(*found); });  // for stages that are being summed: they wait for nobody
+    found->is_summing = true;
   }
   const Status status = SumStage(*found, executor);
   std::lock_guard<std::mutex> lock(mutex_);
+  found->is_summing = false;
   found->key.reset();
   changed_.notify_all();
   return status;
+}
+
+// Stages of one layer add to the same sums: one at a time, and in the order in which they were opened, since the order
+// of three terms shows in the last bit.
+bool Domain::MaySum(const Stage& stage) const {
+  return std::none_of(stages_.begin(), stages_.end(), [&](const Stage& other) {
+    if (&other == &stage || !other.key || other.closed != all_ranks()) return false;
+    const bool is_same_layer =
+        std::get<0>(*other.key) == std::get<0>(*stage.key) && std::get<1>(*other.key) == std::get<1>(*stage.key);
+    return is_same_layer && (other.is_summing || other.order < stage.order);
+  });
 }
 
 Status Domain::PrepareSums(const Stage& stage, std::vector<Gradients*>* sums) {
@@ -131,7 +145,6 @@ Status Domain::PrepareSums(const Stage& stage, std::vector<Gradients*>* sums) {
 }
 
 Status Domain::SumStage(const Stage& stage, Executor& executor) {
-  std::lock_guard<std::mutex> sum_lock(sum_mutex_);
   std::vector<Gradients*> sums;
   if (Status status = PrepareSums(stage, &sums); !status.ok()) return status;
   const int layer = std::get<1>(*stage.key);

@@ -74,7 +74,7 @@ class Pool:
         try:
             with contextlib.suppress(RuntimeError):  # from Python 3.12 on, no thread starts at exit
                 cut_off.start()
-                _let_programs_end()
+                _let_programs_end(self.mesh)
         finally:
             cut_off.cancel()
             self._library.fef_pool_close(self.incarnation)
@@ -127,10 +127,16 @@ class Pool:
         return number.value
 
 
-def _let_programs_end() -> None:
+def _let_programs_end(mesh: Mesh) -> None:
     """Waits for programs with side effects, which all that publish have."""
-    with contextlib.suppress(Exception):  # whoever uses the program's result is told
+    try:
         jax.effects_barrier()
+    except Exception:
+        # Whoever uses the program's result is told. JAX would tell once more, in a traceback at exit, unless the last
+        # program with a side effect on each device is one that succeeded.
+        for device in mesh.local_devices:
+            with contextlib.suppress(Exception), jax.default_device(device):
+                jax.jit(lambda: jax.debug.callback(lambda: None))()
 
 
 def current() -> Pool:

@@ -179,3 +179,28 @@ def test_exit_with_work_pending():
         [sys.executable, "-c", textwrap.dedent(EXIT)], cwd=tests, capture_output=True, text=True, timeout=50
     )
     assert (done.returncode, done.stdout) == (0, "pending\n"), done.stderr
+
+
+HANDLED = """
+    from fef import startup
+    startup.prepare(num_devices=2)
+    import jax, numpy as np
+    import pool_programs as programs
+    import fef
+
+    mesh = fef.make_mesh(2)
+    try:
+        with fef.Pool(mesh) as pool:
+            handle = [1234, pool.incarnation]
+            jax.block_until_ready(jax.jit(lambda: programs.publish_all(mesh, handle, (np.zeros((1, 2, 8), "f"),)))())
+    except fef.PoolError:
+        print("handled", flush=True)
+"""
+
+
+def test_an_error_that_was_handled_is_not_told_again_at_exit():
+    tests = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(HANDLED)], cwd=tests, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "handled\n", "")
