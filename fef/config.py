@@ -148,10 +148,16 @@ class PoolConfig(Section):
     """Slots, staging and waits of the pool."""
 
     transport: str = knob(
-        "auto", "run", "how blocks travel; local is one process; FEF_TRANSPORT overrides it", choices=("auto", "local")
+        "auto",
+        "run",
+        "how blocks come from other hosts; local is one process; FEF_TRANSPORT overrides it",
+        choices=("auto", "local", "mmap", "tcp"),
     )
     slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
+    window_bytes: int = knob(
+        65536, "run", "tcp: bytes asked for and not yet here, per host; less than a switch queues", ge=16384
+    )
     deadline_s: float = knob(120.0, "run", "longest wait of a pool operation before it raises, seconds", gt=0)
     update: str = knob("step_end", "run", "when new weights are published", choices=("step_end",))
 

@@ -18,25 +18,58 @@ size_t RoundUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
 }  // namespace
 
-Domain::Domain(TableShape shape, int32_t incarnation, double deadline_s, std::optional<uint64_t> chaos_seed)
-    : shape_(std::move(shape)), incarnation_(incarnation), deadline_s_(deadline_s), stages_(shape_.stages) {
+Domain::Domain(TableShape shape, int32_t incarnation, double deadline_s, std::optional<uint64_t> chaos_seed,
+               Neighbourhood neighbourhood)
+    : shape_(std::move(shape)),
+      incarnation_(incarnation),
+      deadline_s_(deadline_s),
+      neighbourhood_(std::move(neighbourhood)),
+      host_of_rank_(neighbourhood_.host_of_rank),
+      stages_(shape_.stages) {
   if (chaos_seed) chaos_.emplace(*chaos_seed);
+  if (neighbourhood_.fabric != nullptr) {
+    me_ = neighbourhood_.fabric->me();
+    num_hosts_ = neighbourhood_.fabric->num_hosts();
+  }
+  if (host_of_rank_.empty()) host_of_rank_.assign(shape_.members, me_);
+  lost_.resize(num_hosts_);
+  last_used_.assign(size_t(shape_.layers) * shape_.experts, 1);
 }
 
-Status Domain::Open(int group) {
-  if (shape_.members > kMaxMembers) {
-    return Status::Error(Code::kInvalidArgument, "table ", shape_.name, ": ", shape_.members,
-                         " members, a pool holds at most ", kMaxMembers);
+Status Domain::Open() {
+  if (shape_.members > kMaxMembers || num_hosts_ > kMaxMembers) {
+    return Status::Error(Code::kInvalidArgument, "table ", shape_.name, ": ", shape_.members, " members on ",
+                         num_hosts_, " hosts, a pool holds at most ", kMaxMembers, " of each");
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  source_of_rank_.assign(shape_.members, -1);
+  for (int rank = 0; rank < shape_.members; ++rank) {
+    all_hosts_ |= 1ull << host_of_rank_[rank];
+    if (!is_here(rank)) continue;
+    all_local_ |= 1ull << rank;
+    source_of_rank_[rank] = int(local_ranks_.size());
+    local_ranks_.push_back(rank);
+  }
+  for (int host = 0; host < num_hosts_; ++host) {
+    if (all_hosts_ >> host & 1) hosts_.push_back(host);
   }
   slots_taken_.resize(shape_.members);
+  segments_.resize(shape_.members);
+  stage_segments_.resize(num_hosts_);
+  if (local_ranks_.empty()) return Status::Ok();
   const size_t blocks = size_t(shape_.slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
-  for (int rank = 0; rank < shape_.members; ++rank) {
-    auto segment = std::make_unique<MemorySegment>();
-    const std::string name = "fef-" + shape_.name + "-g" + std::to_string(group) + "-r" + std::to_string(rank);
-    if (Status status = segment->Create(name, headers_bytes() + blocks); !status.ok()) return status;
-    segments_.push_back(std::move(segment));
-    if (Status status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
+  const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
+  for (int rank : local_ranks_) {
+    segments_[rank] = std::make_unique<MemorySegment>();
+    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks);
+    if (!status.ok()) return status;
+    if (status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
+    SendSegment(rank, *segments_[rank]);
   }
+  stage_segments_[me_] = std::make_unique<MemorySegment>();
+  Status status = stage_segments_[me_]->Create(name + "-stages", shape_.stages * stage_elems(me_) * sizeof(float));
+  if (!status.ok()) return status;
+  SendSegment(-1, *stage_segments_[me_]);
   is_open_ = true;
   return Status::Ok();
 }
@@ -67,6 +100,14 @@ char* Domain::block(int rank, int slot, int layer, int local) const {
 
 std::string Domain::Where(const Version& version) const {
   return "table " + shape_.name + ", version " + version.text();
+}
+
+uint32_t Domain::LeasesOn(const SlotHeader& head) const {
+  uint32_t leases = 0;
+  for (int host : hosts_) {
+    if (lost_[host].empty()) leases += head.leases[host].load(std::memory_order_seq_cst);
+  }
+  return leases;
 }
 
 std::string Domain::Ranks(uint64_t bits) const {
@@ -115,6 +156,7 @@ Domain::VersionState& Domain::CreateVersion(const Version& version) {
     state.counts.resize(size_t(shape_.members) * shape_.layers * kNumPurposes * shape_.experts);
     state.was_read.resize(size_t(shape_.members) * shape_.layers * shape_.experts);
     state.waits_us.resize(size_t(shape_.members) * shape_.layers * kNumWaitKinds);
+    state.was_fetched.resize(size_t(shape_.layers) * shape_.experts);
     for (auto old = versions_.begin(); versions_.size() > kVersionsRemembered && old != created;) {
       const bool is_over = old->second.released == all_ranks() || old->second.run != latest_run_;
       if (is_over && !IsStaged(old->first)) {
@@ -148,7 +190,7 @@ Status Domain::ChooseSlots(const Version& version, int rank, int64_t run, std::v
       else if (it == versions_.end() || it->second.closed == all_ranks()) order = kClosed;
       else if (it->second.run != run) order = key + 1 < version.key() ? kOlder : kLast;
       if (key == kBeingWritten || order == kOpen) continue;
-      if (header(rank, slot, layer)->leases.load(std::memory_order_relaxed) != 0) order += kIsLeased;
+      if (LeasesOn(*header(rank, slot, layer)) != 0) order += kIsLeased;
       if (order < best_order || (order == best_order && key < best_key)) {
         best_order = order;
         best_key = key;
@@ -169,7 +211,7 @@ Status Domain::AwaitReaders(const Version& version, int rank, const std::vector<
                             std::unique_lock<std::mutex>& lock) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_s_);
   for (int layer = 0; layer < shape_.layers; ++layer) {
-    while (header(rank, slots[layer], layer)->leases.load(std::memory_order_seq_cst) != 0) {
+    while (LeasesOn(*header(rank, slots[layer], layer)) != 0) {
       if (Status status = CheckOpen(version, "publish"); !status.ok()) return status;
       if (std::chrono::steady_clock::now() > deadline) {
         return Status::Error(Code::kDeadlineExceeded, "publish: ", Where(version), ", rank ", rank, ", layer ", layer,
@@ -194,6 +236,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (Status status = CheckOpen(version, "publish"); !status.ok()) return status;
+    DropUnused();
     latest_run_ = run;
     CreateVersion(version).run = run;
     if (Status status = ChooseSlots(version, rank, run, &slots); !status.ok()) return status;
@@ -213,6 +256,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
   std::lock_guard<std::mutex> lock(mutex_);
   SetSlots(rank, slots, version.key());
   CreateVersion(version).published |= 1ull << rank;
+  Announce(Kind::kPublished, version, rank);
   changed_.notify_all();
   return Status::Ok();
 }
@@ -229,19 +273,34 @@ Status Domain::Read(const Version& version, int rank, int layer, int expert, Lea
   VersionState* state;
   if (Status status = FindVersion(version, "get", &state); !status.ok()) return status;
   const int home = shape_.home[expert];
+  if (auto lost = Lost(host_of_rank_[home], "get: " + Where(version) + ", layer " + std::to_string(layer) +
+                                                ", expert " + std::to_string(expert))) {
+    return *lost;
+  }
+  char& was_read = state->was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
+  if (!is_direct(home)) {
+    const auto cached = cache_.find({version.key(), layer, expert});
+    if (cached == cache_.end() || cached->second->state != Cached::kReady) {
+      return refuse(Code::kStaleVersion, ", home rank ", home, ": it was not fetched");
+    }
+    was_read = 1;
+    cached->second->leases.fetch_add(1, std::memory_order_relaxed);
+    lease->count_ = &cached->second->leases;
+    lease->block_ = cached->second->bytes.get();
+    return Status::Ok();
+  }
   for (int slot = 0; slot < shape_.slots; ++slot) {
     // First the lease, then the look at the version: a publisher takes the version away and then looks for leases.
     SlotHeader* head = header(home, slot, layer);
     if (head->version.load(std::memory_order_acquire) != version.key()) continue;
-    head->leases.fetch_add(1, std::memory_order_seq_cst);
+    head->leases[me_].fetch_add(1, std::memory_order_seq_cst);
     if (head->version.load(std::memory_order_seq_cst) != version.key()) {
-      head->leases.fetch_sub(1, std::memory_order_release);
+      head->leases[me_].fetch_sub(1, std::memory_order_release);
       continue;
     }
-    lease->count_ = &head->leases;
+    lease->count_ = &head->leases[me_];
     lease->block_ = block(home, slot, layer, shape_.local[expert]);
     if (home == rank) return Status::Ok();
-    char& was_read = state->was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
     Count(*state, rank, layer, was_read ? kRefetch : kWeights, expert);
     was_read = 1;
     return Status::Ok();
@@ -254,6 +313,7 @@ Status Domain::Prefetch(const Version& version, int layer, const std::vector<int
   for (int expert : experts) {
     if (layer < 0 || layer >= shape_.layers || expert >= shape_.experts) continue;  // a hint is dropped, never refused
     const int home = shape_.home[expert];
+    if (!is_here(home)) continue;  // another host's are fetched when it publishes
     for (int slot = 0; slot < shape_.slots; ++slot) {
       if (header(home, slot, layer)->version.load(std::memory_order_acquire) != version.key()) continue;
       const uintptr_t page = 4096, begin = reinterpret_cast<uintptr_t>(block(home, slot, layer, shape_.local[expert]));
@@ -271,7 +331,8 @@ std::optional<Status> Domain::Published(const Version& version, const std::vecto
     return Forgotten(version, "get");
   }
   for (int expert : experts) {
-    if (!(it->second.published >> shape_.home[expert] & 1)) return std::nullopt;
+    if (it->second.published >> shape_.home[expert] & 1) continue;
+    return Lost(host_of_expert(expert), DescribeUnpublished(version));
   }
   return Status::Ok();
 }
@@ -282,6 +343,21 @@ std::string Domain::DescribeUnpublished(const Version& version) const {
   return "get: " + Where(version) + ": rank " + Ranks(all_ranks() & ~published) + " has not published it";
 }
 
+std::string Domain::DescribeUnreadable(const Version& version, int layer, const std::vector<int>& experts) const {
+  const auto it = versions_.find(version.key());
+  const uint64_t published = it == versions_.end() ? 0 : it->second.published;
+  for (int expert : experts) {
+    if (!(published >> shape_.home[expert] & 1)) return DescribeUnpublished(version);
+  }
+  for (int expert : experts) {
+    const auto cached = cache_.find({version.key(), layer, expert});
+    if (cached == cache_.end() || cached->second->state != Cached::kAsked) continue;
+    return "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert) +
+           ": " + Place(host_of_expert(expert)) + " has not sent its " + std::to_string(shape_.block_bytes()) + " bytes";
+  }
+  return "get: " + Where(version) + ", layer " + std::to_string(layer);
+}
+
 Status Domain::Release(const Version& version, int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (Status status = CheckOpen(version, "release"); !status.ok()) return status;
@@ -289,6 +365,7 @@ Status Domain::Release(const Version& version, int rank) {
   if (it == versions_.end()) return Status::Ok();
   it->second.closed |= 1ull << rank;
   it->second.released |= 1ull << rank;
+  Announce(Kind::kClosed, version, rank);
   changed_.notify_all();
   return Status::Ok();
 }

@@ -1,11 +1,16 @@
 // One table of the pool in one data-parallel group: versions, slots, leases, gradient staging and the ledger.
 //
+// The group's members may live on several hosts (processes). Each host keeps a Domain: the slots of its own members, and
+// what the others have told of theirs. Blocks of a mapped host are read in its memory; blocks of any other are fetched
+// once for all members of this host and kept while their version is in use.
+//
 // Life of a version: every member publishes its blocks into free slots under it; members read them, each read under a
 // lease; gradients of one (layer, microbatch) are staged, and summed in rank order once every member has closed that
 // stage; a member closes the version when it has nothing more to send; when all have, the slots may be refilled.
 #ifndef FEF_DOMAIN_H_
 #define FEF_DOMAIN_H_
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -20,13 +25,15 @@
 #include <utility>
 #include <vector>
 
+#include "fabric.h"
 #include "memory_segment.h"
 #include "parallel.h"
 #include "status.h"
+#include "worker.h"
 
 namespace fef {
 
-constexpr int kMaxMembers = 64;  // sets of ranks are the bits of a uint64_t
+constexpr int kMaxMembers = 64;  // sets of ranks, and of hosts, are the bits of a uint64_t
 
 struct TableShape {
   std::string name;
@@ -42,6 +49,14 @@ struct TableShape {
   int stages = 2;
 
   int64_t block_bytes() const { return block_elems * elem_bytes; }
+};
+
+// Where a domain's members live. The default: all of them here.
+struct Neighbourhood {
+  Fabric* fabric = nullptr;
+  Worker* worker = nullptr;
+  int table = 0, group = 0;       // names of this domain in messages
+  std::vector<int> host_of_rank;  // empty: all on this host
 };
 
 struct Version {
@@ -83,9 +98,10 @@ class Lease {
 // The R members of one data-parallel group and their share of one table. Thread-safe.
 class Domain {
  public:
-  Domain(TableShape shape, int32_t incarnation, double deadline_s, std::optional<uint64_t> chaos_seed);
+  Domain(TableShape shape, int32_t incarnation, double deadline_s, std::optional<uint64_t> chaos_seed,
+         Neighbourhood neighbourhood = {});
 
-  Status Open(int group);
+  Status Open();
   void Close();  // every pending and later operation fails with kPoolClosed
 
   const TableShape& shape() const { return shape_; }
@@ -97,14 +113,22 @@ class Domain {
   Status Publish(const Version& version, int rank, int64_t run,
                  const std::function<void(int layer, int local, char* dst)>& copy_block, Executor& executor);
 
-  // Gives a readable block, counted as moved when it comes from another member.
+  // Gives a readable block, counted as moved when it comes from another member; one that was fetched from another host
+  // was counted then.
   Status Read(const Version& version, int rank, int layer, int expert, Lease* lease);
 
   // A hint that these blocks will be read; blocks that are not there (yet) are skipped.
   Status Prefetch(const Version& version, int layer, const std::vector<int>& experts);
 
+  // What other hosts say and ask. From the fabric's threads; nothing here takes long.
+  void OnMessage(const Message& message, const std::string& payload, Descriptor fd);
+  Status OnRead(const Message& read, std::string* bytes);
+  void OnLost(int host, const std::string& why);
+
   // Pollable conditions, called under mutex(): nullopt while the condition does not hold yet.
   std::optional<Status> Published(const Version& version, const std::vector<int>& experts);
+  // Published, and their blocks can be read here: those that must be fetched are asked for by this.
+  std::optional<Status> Readable(const Version& version, int layer, const std::vector<int>& experts);
   std::optional<Status> AllClosed(const Version& version);
   // Admits `rank` to a stage for its gradients of (layer, microbatch), *stage; CloseStage ends that. When a layer is
   // used several times, the members' n-th admissions meet in one stage. `run` as in Publish.
@@ -112,13 +136,15 @@ class Domain {
 
   // What a wait is waiting for, for the text of its deadline.
   std::string DescribeUnpublished(const Version& version) const;
+  std::string DescribeUnreadable(const Version& version, int layer, const std::vector<int>& experts) const;
   std::string DescribeStages() const;
   std::string DescribeUnclosed(const Version& version) const;
 
   // Where an admitted `rank` writes its gradients of `experts`, block_elems floats each.
   Status StagedGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
                          std::vector<float*>* blocks);
-  // The manifest: these experts got a gradient from `rank`. The last member to close sums the stage.
+  // These experts got a gradient from `rank`. The host's last member to close adds up those of its members and tells
+  // the homes; a home adds up the hosts' when all have told.
   Status CloseStage(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
                     Executor& executor);
 
@@ -144,8 +170,7 @@ class Domain {
  private:
   struct SlotHeader {  // in the segment, so that other processes can map it
     std::atomic<uint64_t> version;  // Version::key(), 0 when empty, kBeingWritten while a block is copied
-    std::atomic<uint32_t> leases;
-    uint32_t padding;
+    std::atomic<uint32_t> leases[kMaxMembers];  // by host, so that those of a dead one can be left out
   };
   struct Gradients {  // sums of one home under one version
     std::unique_ptr<float[]> sums;
@@ -158,25 +183,50 @@ class Domain {
     std::vector<int32_t> counts;                       // [rank][layer][purpose][expert]
     std::vector<char> was_read;                        // [rank][layer][expert]
     std::vector<double> waits_us;                      // [rank][layer][kind]
+    std::map<std::pair<int, int>, int> uses;           // (layer, microbatch) -> stages opened here
+    std::vector<char> was_fetched;                     // [layer][expert], from another host
   };
+  struct Cached {  // a block of another host
+    enum { kAsked, kReady, kFailed } state = kAsked;
+    Status status;
+    std::unique_ptr<char[]> bytes;
+    std::atomic<uint32_t> leases{0};
+    std::shared_ptr<std::atomic<int>> urgency;
+  };
+  using CacheKey = std::tuple<uint64_t, int, int>;  // version, layer, expert
   using StageKey = std::tuple<uint64_t, int, int>;  // version, layer, microbatch
   struct Stage {
     std::optional<StageKey> key;
-    int64_t run = 0;                  // the execution that opened it
-    uint64_t order = 0;               // lower when opened earlier
-    std::unique_ptr<float[]> blocks;  // [home][source][local][block_elems]
-    std::vector<char> sent;           // [source][expert]
-    uint64_t admitted = 0, closed = 0;  // bit per rank
-    bool is_summing = false;
+    int use = 0;                        // number among the stages of one key
+    int64_t run = 0;                    // the execution that opened it
+    uint64_t order = 0;                 // lower when opened earlier
+    float* blocks = nullptr;            // [home][local source][local][block_elems], in stage_segment_
+    std::vector<char> sent;             // [source][expert]
+    uint64_t admitted = 0, closed = 0;  // bit per rank of this host
+    bool is_summing = false, is_summed = false;  // what this host is home of
+    uint64_t told = 0, taken = 0;       // bit per host: its manifest is here; it has taken what it needs
+    // Of each host, for each expert that lives here: the sum of its members' gradients, null when there is none.
+    std::vector<std::vector<const float*>> sums;
+    std::vector<std::unique_ptr<float[]>> fetched;  // what could not be mapped
+    int num_missing = 0;                            // blocks that are still being fetched
   };
+  using ManifestKey = std::tuple<StageKey, int, int>;  // stage, use, host
 
   SlotHeader* header(int rank, int slot, int layer) const;
   char* block(int rank, int slot, int layer, int local) const;
   int64_t SumIndex(int layer, int local) const { return int64_t{layer} * shape_.blocks_per_member + local; }
-  size_t StagedIndex(int expert, int source) const {
-    return (size_t(shape_.home[expert]) * shape_.members + source) * shape_.blocks_per_member + shape_.local[expert];
+  // Of a block in a stage; `source` counts this host's members.
+  size_t StagedIndex(int expert, int source, int num_sources) const {
+    return (size_t(shape_.home[expert]) * num_sources + source) * shape_.blocks_per_member + shape_.local[expert];
   }
   uint64_t all_ranks() const { return ~0ull >> (kMaxMembers - shape_.members); }
+  int host_of_expert(int expert) const { return host_of_rank_[shape_.home[expert]]; }
+  bool is_here(int rank) const { return host_of_rank_[rank] == me_; }
+  bool is_direct(int rank) const { return is_here(rank) || neighbourhood_.fabric->is_mapped(host_of_rank_[rank]); }
+  int num_members_of(int host) const { return int(std::count(host_of_rank_.begin(), host_of_rank_.end(), host)); }
+  uint64_t stage_elems(int host) const {
+    return uint64_t(shape_.members) * num_members_of(host) * shape_.blocks_per_member * shape_.block_elems;
+  }
   Status CheckOpen(const Version& version, const char* op) const;
   Status Forgotten(const Version& version, const char* op) const;
   Status FindVersion(const Version& version, const char* op, VersionState** state);
@@ -190,24 +240,55 @@ class Domain {
                       std::unique_lock<std::mutex>& lock);
   void SetSlots(int rank, const std::vector<int>& slots, uint64_t key);
   Status FindStage(const Version& version, int rank, int layer, int stage, Stage** found);
-  bool MaySum(const Stage& stage) const;
+  void SumMembers(Stage& stage, std::vector<int>* first_source, Executor& executor);
+  void Tell(Stage& stage, const std::vector<int>& first_source);
+  void TakeManifest(Stage& stage, int host, int stage_there, const std::string& payload);
+  Stage* NextToSum();
+  void SumReady(Executor& executor);
+  void SumReadyAlone();
   Status PrepareSums(const Stage& stage, std::vector<Gradients*>* sums);
-  Status SumStage(const Stage& stage, Executor& executor);
+  Status SumHosts(const Stage& stage, Executor& executor);
+  void FreeIfDone(Stage& stage);
+  Stage* StageOf(const StageKey& key, int use);
+  uint32_t LeasesOn(const SlotHeader& head) const;
+  Message About(Kind kind, const Version& version) const;
+  std::optional<Status> Lost(int host, const std::string& what) const;
+  std::optional<Status> AnyLost(const std::string& what) const;
+  void Announce(Kind kind, const Version& version, int rank);
+  void SendSegment(int rank, const MemorySegment& segment);
+  void Fetch(VersionState& state, const Version& version, int layer, int expert, int urgency);
+  void Prefetch(const Version& version, int rank);
+  void DropUnused();
   std::string Where(const Version& version) const;
   std::string Ranks(uint64_t bits) const;
+  std::string Place(int host) const;
 
   const TableShape shape_;
   const int32_t incarnation_;
   const double deadline_s_;
+  const Neighbourhood neighbourhood_;
+  int me_ = 0, num_hosts_ = 1;
+  std::vector<int> host_of_rank_;
+  std::vector<int> hosts_;  // of this group, ascending
+  uint64_t all_hosts_ = 0, all_local_ = 0;  // bit per host, bit per rank of this host
+  std::vector<int> local_ranks_;
+  std::vector<int> source_of_rank_;  // index in local_ranks_, -1 for members of other hosts
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool is_open_ = false;
-  std::vector<std::unique_ptr<MemorySegment>> segments_;  // one per member
+  std::vector<std::unique_ptr<MemorySegment>> segments_;  // one per member; null if it can neither be owned nor mapped
+  std::vector<std::unique_ptr<MemorySegment>> stage_segments_;  // one per host, likewise
+  std::vector<std::string> lost_;                         // why a host is gone, empty while it is there
+  Status failure_;                                        // what went wrong where nobody could be told
   std::vector<int> slots_taken_;                          // per member
   std::map<uint64_t, VersionState> versions_;
   uint64_t last_forgotten_ = 0;  // versions up to here that are not in versions_ have been there
   int64_t latest_run_ = 0;
   std::vector<Stage> stages_;
+  std::map<ManifestKey, std::pair<int, std::string>> early_;  // (stage there, payload) for stages not yet opened here
+  std::map<CacheKey, std::unique_ptr<Cached>> cache_;
+  std::vector<std::unique_ptr<char[]>> spare_blocks_;
+  std::vector<char> last_used_;  // [layer][expert] of other hosts, by the version that was closed last
   uint64_t stages_opened_ = 0;
   std::vector<Gradients> spare_gradients_;
   std::optional<std::mt19937_64> chaos_;

@@ -139,6 +139,7 @@ ffi::Error ToError(const Status& status) {
     case Code::kDeadlineExceeded: return error(ffi::ErrorCode::kDeadlineExceeded, "PoolTimeoutError");
     case Code::kResourceExhausted: return error(ffi::ErrorCode::kResourceExhausted, "PoolExhaustedError");
     case Code::kPoolClosed: return error(ffi::ErrorCode::kFailedPrecondition, "PoolClosedError");
+    case Code::kPeerLost: return error(ffi::ErrorCode::kUnavailable, "PeerLostError");
   }
   return ffi::Error(ffi::ErrorCode::kInternal, status.message);
 }
@@ -382,12 +383,15 @@ ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints 
     return Completed(Status::Error(Code::kInvalidArgument, "get: told of ", rows.element_count(), " experts, table ",
                                    table.name, " has ", table.experts));
   }
+  const int layer_number = *layer.typed_data();
   return AwaitToken(
-      place, *layer.typed_data(), kWaitPublished, token,
-      [domain = place.domain, version = place.version, experts = ExpertsWithRows(rows)] {
-        return domain->Published(version, experts);
+      place, layer_number, kWaitPublished, token,
+      [domain = place.domain, version = place.version, layer_number, experts = ExpertsWithRows(rows)] {
+        return domain->Readable(version, layer_number, experts);
       },
-      [domain = place.domain, version = place.version] { return domain->DescribeUnpublished(version); });
+      [domain = place.domain, version = place.version, layer_number, experts = ExpertsWithRows(rows)] {
+        return domain->DescribeUnreadable(version, layer_number, experts);
+      });
 }
 XLA_FFI_DEFINE_HANDLER(
     kAwaitPublished, AwaitPublishedHandler,

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -59,6 +60,23 @@ Status MemorySegment::Create(const std::string& name, size_t num_bytes) {
   }
   data_ = static_cast<char*>(address);
   num_bytes_ = num_bytes;
+  return Status::Ok();
+}
+
+Status MemorySegment::Map(const std::string& name, int fd) {
+  name_ = name;
+  fd_ = fd;
+  struct stat file;
+  void* address = MAP_FAILED;
+  if (fstat(fd, &file) == 0 && file.st_size > 0) {
+    address = mmap(nullptr, size_t(file.st_size), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  }
+  if (address == MAP_FAILED) {
+    return Status::Error(Code::kResourceExhausted, "segment ", name, " of another process cannot be mapped: ",
+                         std::strerror(errno));
+  }
+  data_ = static_cast<char*>(address);
+  num_bytes_ = size_t(file.st_size);
   return Status::Ok();
 }
 

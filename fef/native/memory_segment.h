@@ -20,12 +20,15 @@ class MemorySegment {
 
   // Reserves addresses, no memory.
   Status Create(const std::string& name, size_t num_bytes);
+  // Maps what another process has created; the descriptor is this object's from now on.
+  Status Map(const std::string& name, int fd);
   // Takes and faults in the memory of the first num_bytes, once and for all. What does not fit is refused here, not by
   // a bus error at the first write or by the kernel's killing of this or another process.
   Status Take(size_t num_bytes);
 
   char* data() const { return data_; }
   int fd() const { return fd_; }
+  size_t num_bytes() const { return num_bytes_; }
 
  private:
   int fd_ = -1;

@@ -1,30 +1,98 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
 namespace fef {
 
+Pool::Pool(PoolOptions options) : options_(std::move(options)) {
+  if (options_.membership.num_hosts == 1) return;
+  fabric_ = std::make_unique<Fabric>(
+      options_.membership, options_.window_bytes,
+      Fabric::Receiver{[this](const Message& message, const std::string& payload, Descriptor fd) {
+                         OnMessage(message, payload, std::move(fd));
+                       },
+                       [this](const Message& read, std::string* bytes) { return OnRead(read, bytes); },
+                       [this](int host, const std::string& why) { OnLost(host, why); }});
+}
+
+Status Pool::Listen(const std::string& address, Endpoint* endpoint) { return fabric_->Listen(address, endpoint); }
+
+Status Pool::Connect(const std::vector<Endpoint>& endpoints, const std::vector<bool>& is_mapped) {
+  return fabric_->Connect(endpoints, is_mapped, options_.deadline_s);
+}
+
 Status Pool::AddTable(const TableShape& shape, int32_t* table) {
   std::vector<std::unique_ptr<Domain>> domains;
-  for (int group = 0; group < groups_; ++group) {
+  for (int group = 0; group < options_.groups; ++group) {
     std::optional<uint64_t> seed;
-    if (chaos_seed_) seed = *chaos_seed_ + group;
-    auto domain = std::make_unique<Domain>(shape, incarnation_, deadline_s_, seed);
-    if (Status status = domain->Open(group); !status.ok()) return status;
+    if (options_.chaos_seed) seed = *options_.chaos_seed + group;
+    Neighbourhood neighbourhood{fabric_.get(), &worker_, int(tables_.size()), group, {}};
+    const auto first = options_.host_of_member.begin() + ptrdiff_t(group) * shape.members;
+    if (fabric_ != nullptr) neighbourhood.host_of_rank.assign(first, first + shape.members);
+    auto domain = std::make_unique<Domain>(shape, incarnation(), options_.deadline_s, seed, std::move(neighbourhood));
+    if (Status status = domain->Open(); !status.ok()) return status;
     domains.push_back(std::move(domain));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  *table = int32_t(tables_.size());
-  tables_.push_back(std::move(domains));
-  counters_.push_back(0);
+  std::lock_guard<std::mutex> messages_lock(messages_mutex_);
+  for (const auto& [host, why] : lost_) {
+    for (auto& domain : domains) domain->OnLost(host, why);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    *table = int32_t(tables_.size());
+    tables_.push_back(std::move(domains));
+    counters_.push_back(0);
+  }
+  for (Waiting& waiting : early_) {
+    if (waiting.message.table != *table) continue;
+    if (Domain* to = domain(*table, waiting.message.group)) {
+      to->OnMessage(waiting.message, waiting.payload, std::move(waiting.fd));
+    }
+  }
+  early_.erase(std::remove_if(early_.begin(), early_.end(), [&](const Waiting& w) { return w.message.table <= *table; }),
+               early_.end());
   return Status::Ok();
 }
 
 void Pool::Close() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& domains : tables_) {
+      for (auto& domain : domains) domain->Close();
+    }
+  }
+  if (fabric_ != nullptr) fabric_->Close();
+  worker_.Stop();
+}
+
+void Pool::OnMessage(const Message& message, const std::string& payload, Descriptor fd) {
+  std::lock_guard<std::mutex> lock(messages_mutex_);
+  size_t num_tables;
+  {
+    std::lock_guard<std::mutex> tables_lock(mutex_);
+    num_tables = tables_.size();
+  }
+  if (message.table >= int(num_tables)) {
+    early_.push_back({message, payload, std::move(fd)});
+  } else if (Domain* to = domain(message.table, message.group)) {
+    to->OnMessage(message, payload, std::move(fd));
+  }
+}
+
+Status Pool::OnRead(const Message& read, std::string* bytes) {
+  if (Domain* from = domain(read.table, read.group)) return from->OnRead(read, bytes);
+  return Status::Error(Code::kInvalidArgument, "get: host ", options_.membership.me, " has no table ", read.table,
+                       " in group ", read.group);
+}
+
+void Pool::OnLost(int host, const std::string& why) {
+  std::lock_guard<std::mutex> lock(messages_mutex_);
+  lost_[host] = why;
+  std::lock_guard<std::mutex> tables_lock(mutex_);
   for (auto& domains : tables_) {
-    for (auto& domain : domains) domain->Close();
+    for (auto& domain : domains) domain->OnLost(host, why);
   }
 }
 
@@ -50,10 +118,16 @@ int32_t last_incarnation = 0;
 
 }  // namespace
 
-std::shared_ptr<Pool> OpenPool(int groups, double deadline_s, std::optional<uint64_t> chaos_seed) {
+int32_t NextIncarnation() {
   std::lock_guard<std::mutex> lock(pools_mutex);
-  auto pool = std::make_shared<Pool>(groups, ++last_incarnation, deadline_s, chaos_seed);
-  Pools()[last_incarnation] = pool;
+  return last_incarnation + 1;
+}
+
+std::shared_ptr<Pool> OpenPool(PoolOptions options) {
+  auto pool = std::make_shared<Pool>(std::move(options));
+  std::lock_guard<std::mutex> lock(pools_mutex);
+  last_incarnation = std::max(last_incarnation, pool->incarnation());
+  Pools()[pool->incarnation()] = pool;
   return pool;
 }
 

@@ -3,41 +3,72 @@
 #define FEF_POOL_H_
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "domain.h"
+#include "fabric.h"
 #include "status.h"
+#include "worker.h"
 
 namespace fef {
+
+// A pool's part on this host.
+struct PoolOptions {
+  int groups = 1;
+  double deadline_s = 0;
+  std::optional<uint64_t> chaos_seed;
+  Membership membership;
+  std::vector<int> host_of_member;  // [group][rank]; empty: all members are here
+  uint32_t window_bytes = 0;
+};
 
 // All domains of one `fef.Pool`: a domain per (table, data-parallel group).
 class Pool {
  public:
-  Pool(int groups, int32_t incarnation, double deadline_s, std::optional<uint64_t> chaos_seed)
-      : groups_(groups), incarnation_(incarnation), deadline_s_(deadline_s), chaos_seed_(chaos_seed) {}
+  explicit Pool(PoolOptions options);
 
+  // With several hosts: others may connect after Listen; all must have listened before any connects.
+  Status Listen(const std::string& address, Endpoint* endpoint);
+  Status Connect(const std::vector<Endpoint>& endpoints, const std::vector<bool>& is_mapped);
+  // The same tables, in the same order, on every host.
   Status AddTable(const TableShape& shape, int32_t* table);
   void Close();
   Domain* domain(int table, int group);
   int32_t NextVersion(int table);
-  int32_t incarnation() const { return incarnation_; }
+  int32_t incarnation() const { return options_.membership.incarnation; }
 
  private:
-  const int groups_;
-  const int32_t incarnation_;
-  const double deadline_s_;
-  const std::optional<uint64_t> chaos_seed_;
+  struct Waiting {
+    Message message;
+    std::string payload;
+    Descriptor fd;
+  };
+  void OnMessage(const Message& message, const std::string& payload, Descriptor fd);
+  Status OnRead(const Message& read, std::string* bytes);
+  void OnLost(int host, const std::string& why);
+
+  const PoolOptions options_;
   std::mutex mutex_;
   std::vector<std::vector<std::unique_ptr<Domain>>> tables_;
   std::vector<int32_t> counters_;
+  std::mutex messages_mutex_;        // messages reach a domain in their order, those that came before the table first
+  std::deque<Waiting> early_;        // for tables that this host has not made yet
+  std::map<int, std::string> lost_;  // hosts, and why
+  Worker worker_;
+  std::unique_ptr<Fabric> fabric_;   // ends first: its threads use all the above
 };
 
 // Open pools by incarnation; a handler finds its pool by the incarnation in the version bits.
 std::shared_ptr<Pool> FindPool(int32_t incarnation);
-std::shared_ptr<Pool> OpenPool(int groups, double deadline_s, std::optional<uint64_t> chaos_seed);
+// The lowest incarnation that no pool of this process has had.
+int32_t NextIncarnation();
+std::shared_ptr<Pool> OpenPool(PoolOptions options);
 void ClosePool(int32_t incarnation);
 
 }  // namespace fef

@@ -19,10 +19,41 @@ int ToCode(const fef::Status& status, char* error, int error_bytes) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed) {
-  std::optional<uint64_t> seed;
-  if (chaos_seed >= 0) seed = uint64_t(chaos_seed);
-  return fef::OpenPool(groups, deadline_s, seed)->incarnation();
+int32_t fef_pool_next_incarnation() { return fef::NextIncarnation(); }
+
+// host_of_member: [groups][members]; not read when there is one host.
+int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed, int32_t incarnation, int me, int num_hosts,
+                      const char* token, const int32_t* host_of_member, int num_members, int64_t window_bytes) {
+  fef::PoolOptions options;
+  options.groups = groups;
+  options.deadline_s = deadline_s;
+  if (chaos_seed >= 0) options.chaos_seed = uint64_t(chaos_seed);
+  options.membership = {me, num_hosts, incarnation, token};
+  if (num_hosts > 1) options.host_of_member.assign(host_of_member, host_of_member + groups * num_members);
+  options.window_bytes = uint32_t(window_bytes);
+  return fef::OpenPool(std::move(options))->incarnation();
+}
+
+// *port and unix_name (name_bytes long) say where this host listens.
+int fef_pool_listen(int32_t incarnation, const char* address, int32_t* port, char* unix_name, int name_bytes,
+                    char* error, int error_bytes) {
+  fef::Endpoint endpoint;
+  const fef::Status status = fef::FindPool(incarnation)->Listen(address, &endpoint);
+  *port = endpoint.port;
+  std::strncpy(unix_name, endpoint.unix_name.c_str(), name_bytes - 1);
+  return ToCode(status, error, error_bytes);
+}
+
+// One entry per host.
+int fef_pool_connect(int32_t incarnation, const char** addresses, const int32_t* ports, const char** unix_names,
+                     const int32_t* is_mapped, int num_hosts, char* error, int error_bytes) {
+  std::vector<fef::Endpoint> endpoints;
+  std::vector<bool> mapped;
+  for (int host = 0; host < num_hosts; ++host) {
+    endpoints.push_back({addresses[host], ports[host], unix_names[host]});
+    mapped.push_back(is_mapped[host] != 0);
+  }
+  return ToCode(fef::FindPool(incarnation)->Connect(endpoints, mapped), error, error_bytes);
 }
 
 void fef_pool_close(int32_t incarnation) { fef::ClosePool(incarnation); }

@@ -15,6 +15,7 @@ enum class Code {
   kDeadlineExceeded,   // a wait ran out; the text names what it waited for
   kResourceExhausted,  // no slot or no memory
   kPoolClosed,
+  kPeerLost,           // another host is gone, or cannot be reached
 };
 
 struct Status {

@@ -27,12 +27,17 @@ class PoolClosedError(PoolError):
     """The pool was closed while, or before, it was used."""
 
 
+class PeerLostError(PoolError):
+    """Another host is gone, or cannot be reached; the text names it, its ranks, and what was waited for."""
+
+
 _BY_NATIVE_CODE = {  # Code in fef/native/status.h
     1: PoolError,
     2: StaleVersionError,
     3: PoolTimeoutError,
     4: PoolExhaustedError,
     5: PoolClosedError,
+    6: PeerLostError,
 }
 _BY_NAME = {kind.__name__: kind for kind in _BY_NATIVE_CODE.values()}
 

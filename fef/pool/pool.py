@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fef.config import ConfigError, PoolConfig
-from fef.pool import errors, native
+from fef.config import PoolConfig
+from fef.pool import errors, native, rendezvous
 from fef.pool.table import ExpertTable
 
 _ERROR_BYTES = 512
@@ -44,12 +44,55 @@ class Pool:
     def __init__(self, mesh: Mesh, config: PoolConfig | None = None):
         self.mesh = mesh
         self.config = config or PoolConfig()
-        self.transport = _transport(self.config)
         self._library = native.library()
         self._tables: dict[str, int] = {}
-        self._library.fef_pool_open.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_int64]
-        self.incarnation: int = self._library.fef_pool_open(mesh.shape["data"], self.config.deadline_s, _chaos_seed())
+        transport = rendezvous.chosen_transport(self.config)
+        self.incarnation: int = self._library.fef_pool_next_incarnation()
+        if jax.process_count() == 1:
+            self.transport = "local"
+            self._open(num_hosts=1, token="")
+        else:
+            self.transport = self._meet(transport)
         atexit.register(self.close)  # JAX waits for its programs at exit: none of them may wait for the pool
+
+    def _open(self, num_hosts: int, token: str) -> None:
+        hosts = np.array([[device.process_index for device in row] for row in self.mesh.devices], np.int32)
+        self._library.fef_pool_open(
+            hosts.shape[0], ctypes.c_double(self.config.deadline_s), ctypes.c_int64(_chaos_seed()), self.incarnation,
+            jax.process_index(), num_hosts, token.encode(), hosts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            hosts.shape[1], ctypes.c_int64(self.config.window_bytes),
+        )  # fmt: skip
+
+    def _meet(self, transport: str) -> str:
+        """Opens this host's part and connects it to those of the others; every process is here at the same time."""
+        me, error = jax.process_index(), ctypes.create_string_buffer(_ERROR_BYTES)
+        records = rendezvous.exchange(rendezvous.introduction(self.incarnation, transport))
+        rendezvous.check(records)
+        is_mapped = rendezvous.mapped_hosts(records, me, transport)
+        self.incarnation = max(record["incarnation"] for record in records)
+        self._open(len(records), records[0]["token"])
+        port, name = ctypes.c_int32(), ctypes.create_string_buffer(_ERROR_BYTES)
+        code = self._library.fef_pool_listen(
+            self.incarnation, rendezvous.own_address(records, me).encode(), ctypes.byref(port), name, _ERROR_BYTES,
+            error, _ERROR_BYTES,
+        )  # fmt: skip
+        if code:
+            raise errors.from_native(code, error.value.decode())
+        own = {"address": rendezvous.own_address(records, me), "port": port.value, "unix": name.value.decode()}
+        ends = rendezvous.exchange(own)
+        num_hosts = len(ends)
+        code = self._library.fef_pool_connect(
+            self.incarnation,
+            (ctypes.c_char_p * num_hosts)(*(end["address"].encode() for end in ends)),
+            (ctypes.c_int32 * num_hosts)(*(end["port"] for end in ends)),
+            (ctypes.c_char_p * num_hosts)(*(end["unix"].encode() for end in ends)),
+            (ctypes.c_int32 * num_hosts)(*is_mapped),
+            num_hosts, error, _ERROR_BYTES,
+        )  # fmt: skip
+        if code:
+            raise errors.from_native(code, error.value.decode())
+        others = {("mmap" if mapped else "tcp") for host, mapped in enumerate(is_mapped) if host != me}
+        return "+".join(sorted(others))
 
     def __enter__(self) -> "Pool":
         _open_pools.append(self)
@@ -57,6 +100,10 @@ class Pool:
 
     def __exit__(self, exc_type: Any, error: BaseException | None, traceback: Any) -> None:
         _open_pools.remove(self)
+        if error is None and jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("fef.Pool")  # nobody goes while another still reads from it
         self.close(grace_s=self.config.deadline_s)
         typed = None if error is None else errors.as_pool_error(error)
         if typed is not None:
@@ -158,10 +205,3 @@ def _chaos_seed() -> int:
     if text and not text.isdecimal():
         raise ValueError(f"FEF_CHAOS={text!r}: give a seed, a whole number from 0, or unset it")
     return int(text or -1)
-
-
-def _transport(config: PoolConfig) -> str:
-    name = os.environ.get("FEF_TRANSPORT", config.transport)
-    if name not in ("auto", "local"):
-        raise ConfigError("pool.transport", name, "this build moves blocks within one process only; use auto or local")
-    return "local"

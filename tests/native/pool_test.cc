@@ -19,163 +19,34 @@
 #include "await.h"
 #include "domain.h"
 #include "pool.h"
+#include "pool_checks.h"
 
 namespace {
 
-using fef::Code;
-using fef::Domain;
-using fef::Lease;
-using fef::Status;
-using fef::Version;
-
-std::atomic<int> num_failures{0};
-
-void Check(bool ok, const std::string& what) {
-  if (ok) return;
-  std::printf("FAILED: %s\n", what.c_str());
-  num_failures = 1;
-}
-
-void CheckOk(const Status& status, const std::string& what) { Check(status.ok(), what + ": " + status.message); }
-
-void CheckError(const Status& status, Code code, const std::string& text, const std::string& what) {
-  Check(status.code == code && status.message.find(text) != std::string::npos,
-        what + ": code " + std::to_string(int(status.code)) + ", " + status.message);
-}
-
-// Every task on a thread of its own, so that the core's own parallel loops race as much as they can.
-class Threads : public fef::Executor {
- public:
-  ~Threads() override {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  void Schedule(std::function<void()> work) override { threads_.emplace_back(std::move(work)); }
-  int64_t Parallelism() const override { return 2; }
-
- private:
-  std::vector<std::thread> threads_;
-};
-
-void InParallel(int num_threads, const std::function<void(int)>& body) {
-  std::vector<std::thread> threads;
-  for (int i = 0; i < num_threads; ++i) threads.emplace_back(body, i);
-  for (std::thread& thread : threads) thread.join();
-}
-
-// What a collective is to the members: nobody goes on before all have come.
-class Barrier {
- public:
-  explicit Barrier(int size) : size_(size) {}
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int round = round_;
-    if (++arrived_ == size_) {
-      arrived_ = 0;
-      ++round_;
-      changed_.notify_all();
-    }
-    changed_.wait(lock, [&] { return round_ != round; });
-  }
-
- private:
-  const int size_;
-  int arrived_ = 0, round_ = 0;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-};
-
-// Gives the other threads a chance at a place that the seed chooses.
-void MaybePause(std::mt19937& random) {
-  if (random() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-}
-
-fef::TableShape Shape(int members, int experts, int layers, int64_t block_elems, int slots, int stages) {
-  fef::TableShape shape;
-  shape.name = "moe";
-  shape.layers = layers;
-  shape.experts = experts;
-  shape.members = members;
-  shape.blocks_per_member = (experts + members - 1) / members;
-  for (int expert = 0; expert < experts; ++expert) {
-    shape.home.push_back(expert % members);
-    shape.local.push_back(expert / members);
-  }
-  shape.block_elems = block_elems;
-  shape.slots = slots;
-  shape.stages = stages;
-  return shape;
-}
+using namespace fef_test;
 
 constexpr int32_t kIncarnation = 5;
-constexpr double kDeadline = 60.0;
+
+fef::PoolOptions Options(double deadline_s) {
+  fef::PoolOptions options;
+  options.deadline_s = deadline_s;
+  options.membership.incarnation = fef::NextIncarnation();
+  return options;
+}
 
 Version At(int counter, int microbatch = 0) { return {kIncarnation, counter, microbatch}; }
 
 struct Opened {
   explicit Opened(const fef::TableShape& shape, double deadline_s = kDeadline)
       : domain(shape, kIncarnation, deadline_s, std::nullopt) {
-    CheckOk(domain.Open(0), "Open");
+    CheckOk(domain.Open(), "Open");
   }
   Domain domain;
 };
 
-Status Wait(Domain& domain, const std::function<std::optional<Status>()>& poll) {
-  std::unique_lock<std::mutex> lock(domain.mutex());
-  for (;;) {
-    if (const std::optional<Status> status = poll()) return *status;
-    domain.WaitForChange(lock, kDeadline);
-  }
-}
-
-float BlockValue(int counter, int layer, int local, int rank) {
-  return counter + 1000.0f * layer + 0.25f * local + 0.001f * rank;
-}
-
-Status Publish(Domain& domain, int counter, int rank, int64_t run) {
-  Threads executor;
-  const int64_t elems = domain.shape().block_elems;
-  return domain.Publish(
-      At(counter), rank, run,
-      [&](int layer, int local, char* block) {
-        float* out = reinterpret_cast<float*>(block);
-        std::fill(out, out + elems, BlockValue(counter, layer, local, rank));
-      },
-      executor);
-}
-
-bool HoldsOnly(const Lease& lease, int64_t elems, float value) {
-  const float* block = static_cast<const float*>(lease.block());
-  return std::all_of(block, block + elems, [&](float x) { return x == value; });
-}
+Status Publish(Domain& domain, int counter, int rank, int64_t run) { return fef_test::Publish(domain, At(counter), rank, run); }
 
 // A whole training step of one member: read, send gradients of all layers in reverse, collect, and check every number.
-float Gradient(int counter, int layer, int expert, int source, int64_t i) {
-  return 0.1f * counter + 0.37f * layer + 0.011f * expert + 1.7f * source + 1e-3f * i;
-}
-
-bool Sends(int counter, int layer, int expert, int source) {
-  return (counter + 3 * layer + 5 * expert + 7 * source) % 3 != 0;
-}
-
-void SendGradients(Domain& domain, const Version& version, int rank, int64_t run, int layer) {
-  const fef::TableShape& shape = domain.shape();
-  int stage = -1;
-  CheckOk(Wait(domain, [&] { return domain.StageAdmitted(version, rank, run, layer, &stage); }), "StageAdmitted");
-  std::vector<int> experts;
-  for (int expert = 0; expert < shape.experts; ++expert) {
-    if (Sends(version.counter, layer, expert, rank)) experts.push_back(expert);
-  }
-  std::vector<float*> blocks;
-  CheckOk(domain.StagedGradients(version, rank, layer, stage, experts, &blocks), "StagedGradients");
-  for (size_t k = 0; k < blocks.size(); ++k) {
-    for (int64_t i = 0; i < shape.block_elems; ++i) {
-      blocks[k][i] = Gradient(version.counter, layer, experts[k], rank, i);
-    }
-  }
-  Threads executor;
-  CheckOk(domain.CloseStage(version, rank, layer, stage, experts, executor), "CloseStage");
-}
-
 // Every stage that all members send is added `times` times.
 void CollectAndCheck(Domain& domain, int counter, int rank, int times) {
   const fef::TableShape& shape = domain.shape();
@@ -463,9 +334,9 @@ void TestRefusals() {
              "expert 2 is out of range", "gradient out of range");
   CheckError(domain.CloseStage(At(40), 1, 0, stage, {}, executor), Code::kInvalidArgument, "rank 1 was not admitted",
              "a rank without admission");
-  CheckError(Domain(Shape(65, 65, 1, 1, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kInvalidArgument, "at most 64",
+  CheckError(Domain(Shape(65, 65, 1, 1, 2, 2), 1, 1.0, std::nullopt).Open(), Code::kInvalidArgument, "at most 64",
              "65 members");
-  CheckError(Domain(Shape(1, 1, 1, int64_t{1} << 38, 2, 2), 1, 1.0, std::nullopt).Open(0), Code::kResourceExhausted,
+  CheckError(Domain(Shape(1, 1, 1, int64_t{1} << 38, 2, 2), 1, 1.0, std::nullopt).Open(), Code::kResourceExhausted,
              "Cannot allocate memory", "more memory than there is");
   for (int layer : {-1, 0, 1}) domain.CountWait(At(40), 0, layer, fef::kWaitPublished, 2.0);
   std::vector<int32_t> counts(fef::kNumPurposes * 2);
@@ -486,10 +357,10 @@ int NumSegments() {
 
 // Waits of every kind end when the pool is closed, each is answered once, and the last one frees the memory.
 void TestCloseEndsWaits() {
-  auto pool = fef::OpenPool(/*groups=*/1, kDeadline, std::nullopt);
+  auto pool = fef::OpenPool(Options(kDeadline));
   int32_t table = -1;
   CheckOk(pool->AddTable(Shape(2, 2, 1, 1000, 2, 2), &table), "AddTable");
-  Check(NumSegments() == 2, "a segment for each member");
+  Check(NumSegments() == 3, "a segment for each member, and one for the stages");
   Domain& domain = *pool->domain(table, 0);
   const Version version{pool->incarnation(), 1, 0}, never{pool->incarnation(), 2, 0};
   Threads executor;
@@ -529,7 +400,7 @@ void TestCloseEndsWaits() {
 }
 
 void TestDeadline() {
-  auto pool = fef::OpenPool(1, /*deadline_s=*/0.02, std::nullopt);
+  auto pool = fef::OpenPool(Options(/*deadline_s=*/0.02));
   int32_t table = -1;
   CheckOk(pool->AddTable(Shape(2, 2, 1, 10, 2, 2), &table), "AddTable");
   Domain& domain = *pool->domain(table, 0);

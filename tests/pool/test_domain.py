@@ -7,7 +7,10 @@ import subprocess
 
 from fef.native import build
 
-SOURCES = ("await.cc", "domain.cc", "domain_gradients.cc", "memory_segment.cc", "parallel.cc", "pool.cc")
+SOURCES = (
+    "await.cc", "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "memory_segment.cc",
+    "parallel.cc", "pool.cc", "server.cc", "socket.cc",
+)  # fmt: skip
 TEST = pathlib.Path(__file__).parents[1] / "native" / "pool_test.cc"
 
 

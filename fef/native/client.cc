@@ -1,0 +1,279 @@
+#include "client.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace fef {
+
+Client::Client(Membership membership, uint32_t window_bytes, std::function<void(int, const std::string&)> on_lost)
+    : membership_(std::move(membership)),
+      window_bytes_(std::max(window_bytes, kChunkBytes)),
+      on_lost_(std::move(on_lost)),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+
+Client::~Client() { Stop(); }
+
+Status Client::Connect(int host, const Endpoint& endpoint, bool by_unix_socket, double deadline_s) {
+  Peer& peer = peers_[host];
+  const std::string where =
+      by_unix_socket ? endpoint.unix_name : endpoint.address + ":" + std::to_string(endpoint.port);
+  for (Channel channel : {Channel::kRequests, Channel::kReplies}) {
+    Descriptor& socket = channel == Channel::kRequests ? peer.requests : peer.replies;
+    Status status = by_unix_socket ? ConnectUnix(endpoint.unix_name, &socket)
+                                   : ConnectTcp(endpoint.address, endpoint.port, deadline_s, &socket);
+    Message hello, answer;
+    hello.channel = channel;
+    hello.host = membership_.me;
+    hello.incarnation = membership_.incarnation;
+    const std::string bytes = ToBytes(hello, membership_.token);
+    if (status.ok()) status = WriteAll(socket.get(), bytes.data(), bytes.size(), deadline_s);
+    if (status.ok()) status = ReadAll(socket.get(), &answer, sizeof(answer), deadline_s);
+    std::string why(std::min(answer.payload_bytes, kMaxPayloadBytes), ' ');
+    if (status.ok()) status = ReadAll(socket.get(), why.data(), why.size(), deadline_s);
+    if (!status.ok()) {
+      status.message = "host " + std::to_string(host) + " at " + where + ": " + status.message;
+      return status;
+    }
+    if (answer.magic != kMagic || answer.code != 0 || answer.host != host) {
+      return Status::Error(Code::kInvalidArgument, "host ", host, " at ", where, " refused this one: ",
+                           answer.magic == kMagic ? why : "it is another program");
+    }
+  }
+  return Status::Ok();
+}
+
+void Client::Start() {
+  auto watch = [&](int fd, uint64_t data, uint32_t events) {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = data;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+  };
+  watch(wake_.get(), UINT64_MAX, EPOLLIN);
+  for (auto& [host, peer] : peers_) {
+    watch(peer.requests.get(), uint64_t(host) * 2, EPOLLIN | EPOLLOUT | EPOLLET);
+    watch(peer.replies.get(), uint64_t(host) * 2 + 1, EPOLLIN);
+  }
+  thread_ = std::thread([this] { Run(); });
+}
+
+void Client::Stop() {
+  if (!thread_.joinable()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_stopping_ = true;
+  }
+  Wake();
+  thread_.join();
+}
+
+void Client::Wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+}
+
+void Client::Send(int host, const Message& message, const std::string& payload, int fd) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = peers_.find(host);
+    if (found == peers_.end() || found->second.is_lost) return;  // whoever waits for this host is told so
+    Peer& peer = found->second;
+    Message mine = message;
+    mine.host = membership_.me;
+    peer.out.Add(ToBytes(mine, payload), fd);
+  }
+  Wake();
+}
+
+void Client::Read(int host, ReadRequest request) {
+  bool is_lost;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Peer& peer = peers_.at(host);
+    is_lost = peer.is_lost || is_stopping_;
+    if (!is_lost) {
+      const uint64_t ticket = ++last_ticket_;
+      request.what.kind = Kind::kRead;
+      request.what.host = membership_.me;
+      request.what.ticket = ticket;
+      request.what.offset = 0;
+      peer.missing[ticket] = request.num_bytes;
+      peer.queue.emplace_back(ticket, std::move(request));
+    } else {
+      finished_.emplace_back(std::move(request.done), Status::Error(Code::kPeerLost, "host ", host, " is gone"));
+    }
+  }
+  Wake();
+}
+
+// Asks for the next chunks of the most urgent reads, as far as the window goes, and writes what is to be written.
+void Client::Pump(int host, Peer& peer) {
+  while (!peer.is_lost && !peer.queue.empty() && peer.in_flight < window_bytes_) {
+    auto next = std::min_element(peer.queue.begin(), peer.queue.end(), [](const auto& a, const auto& b) {
+      return a.second.urgency->load(std::memory_order_relaxed) < b.second.urgency->load(std::memory_order_relaxed);
+    });
+    ReadRequest& request = next->second;
+    Message& what = request.what;
+    what.length = uint32_t(std::min<uint64_t>(kChunkBytes, request.num_bytes - what.offset));
+    peer.out.Add(ToBytes(what));
+    peer.in_flight += what.length;
+    what.offset += what.length;
+    if (what.offset < request.num_bytes) continue;
+    peer.asked.emplace(next->first, std::move(request));
+    peer.queue.erase(next);
+  }
+  if (!peer.is_lost && !peer.out.Flush(peer.requests.get())) Lose(host, "its connection broke");
+}
+
+void Client::Run() {
+  epoll_event events[64];
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    for (auto& [host, peer] : peers_) Pump(host, peer);
+    auto finished = std::move(finished_);
+    finished_.clear();
+    if (!finished.empty()) {
+      lock.unlock();
+      for (auto& [done, status] : finished) done(status);
+      lock.lock();
+      continue;
+    }
+    if (is_stopping_) break;
+    lock.unlock();
+    const int num_events = epoll_wait(epoll_.get(), events, 64, -1);
+    lock.lock();
+    for (int i = 0; i < num_events; ++i) {
+      if (events[i].data.u64 == UINT64_MAX) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t got = read(wake_.get(), &count, sizeof(count));
+        continue;
+      }
+      const int host = int(events[i].data.u64 / 2);
+      Peer& peer = peers_.at(host);
+      if (peer.is_lost) continue;
+      if (events[i].data.u64 % 2 == 1) {
+        if (!Receive(host, peer)) Lose(host, "its connection was closed");
+      } else if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+        char byte;  // nothing comes this way but the end
+        const ssize_t got = recv(peer.requests.get(), &byte, 1, MSG_PEEK);
+        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) Lose(host, "its connection was closed");
+      }
+    }
+  }
+  for (auto& [host, peer] : peers_) {
+    peer.out.Flush(peer.requests.get());
+    Lose(host, "the pool was closed");
+  }
+  auto finished = std::move(finished_);
+  lock.unlock();
+  for (auto& [done, status] : finished) done(status);
+}
+
+void Client::Lose(int host, const std::string& why) {
+  Peer& peer = peers_.at(host);
+  if (peer.is_lost) return;
+  peer.is_lost = true;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.requests.get(), nullptr);
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.replies.get(), nullptr);
+  const Status status = Status::Error(Code::kPeerLost, "host ", host, " is gone: ", why);
+  for (auto& [ticket, request] : peer.queue) finished_.emplace_back(std::move(request.done), status);
+  for (auto& [ticket, request] : peer.asked) finished_.emplace_back(std::move(request.done), status);
+  peer.queue.clear();
+  peer.asked.clear();
+  peer.missing.clear();
+  if (!is_stopping_) finished_.emplace_back([this, host, why](const Status&) { on_lost_(host, why); }, status);
+}
+
+// Takes in what is there. False when the connection is at its end or makes no sense.
+bool Client::Receive(int host, Peer& peer) {
+  while (true) {
+    char* to;
+    size_t wanted;
+    if (peer.payload_left > 0 && peer.payload_to != nullptr) {
+      to = peer.payload_to;
+      wanted = peer.payload_left;
+    } else {
+      const size_t total = peer.payload_left > 0 ? peer.payload_left : sizeof(Message) - peer.in.size();
+      peer.in.resize(peer.in.size() + total);
+      to = peer.in.data() + peer.in.size() - total;
+      wanted = total;
+    }
+    const ssize_t got = recv(peer.replies.get(), to, wanted, 0);
+    const bool is_text = to != peer.payload_to;
+    if (is_text) peer.in.resize(peer.in.size() - wanted + size_t(std::max<ssize_t>(got, 0)));
+    if (got == 0) return false;
+    if (got < 0) return errno == EAGAIN || errno == EINTR;
+    if (peer.payload_left > 0) {
+      peer.payload_left -= uint64_t(got);
+      if (!is_text) peer.payload_to += got;
+      if (peer.payload_left == 0) Finish(peer);
+    } else if (peer.in.size() == sizeof(Message)) {
+      std::memcpy(&peer.answer, peer.in.data(), sizeof(Message));
+      peer.in.clear();
+      if (peer.answer.magic != kMagic || peer.answer.kind != Kind::kData || peer.answer.host != host ||
+          peer.answer.payload_bytes > kMaxPayloadBytes) {
+        return false;
+      }
+      Begin(peer);
+      if (peer.payload_left == 0) Finish(peer);
+    }
+    Pump(host, peer);
+    if (peer.is_lost) return true;
+  }
+}
+
+// Where the payload of the answer goes: into the block that was asked for, or, if it is a text, into `in`.
+void Client::Begin(Peer& peer) {
+  const Message& answer = peer.answer;
+  peer.payload_left = answer.payload_bytes;
+  peer.payload_to = nullptr;
+  if (answer.code != 0) return;
+  const ReadRequest* request = nullptr;
+  if (const auto found = peer.asked.find(answer.ticket); found != peer.asked.end()) request = &found->second;
+  for (const auto& [ticket, queued] : peer.queue) {
+    if (ticket == answer.ticket) request = &queued;
+  }
+  const bool fits = request != nullptr && answer.payload_bytes == answer.length &&
+                    answer.offset + answer.length <= request->num_bytes;
+  if (fits) peer.payload_to = request->destination + answer.offset;
+}
+
+void Client::Finish(Peer& peer) {
+  const Message& answer = peer.answer;
+  peer.in_flight -= std::min<uint64_t>(peer.in_flight, answer.length);
+  const std::string text = std::move(peer.in);
+  peer.in.clear();
+  peer.payload_to = nullptr;
+  const auto missing = peer.missing.find(answer.ticket);
+  if (missing == peer.missing.end()) return;  // of a read that failed before
+  Status status = Status::Ok();
+  if (answer.code != 0) {
+    status = {Code(answer.code), text};
+  } else {
+    missing->second -= std::min<uint64_t>(missing->second, answer.length);
+    if (missing->second > 0) return;
+  }
+  peer.missing.erase(missing);
+  if (const auto found = peer.asked.find(answer.ticket); found != peer.asked.end()) {
+    finished_.emplace_back(std::move(found->second.done), status);
+    peer.asked.erase(found);
+    return;
+  }
+  for (auto it = peer.queue.begin(); it != peer.queue.end(); ++it) {
+    if (it->first != answer.ticket) continue;
+    finished_.emplace_back(std::move(it->second.done), status);
+    peer.queue.erase(it);
+    return;
+  }
+}
+
+}  // namespace fef

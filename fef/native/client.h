@@ -1,0 +1,85 @@
+// The asking half of a host: messages to other hosts, and reads of their memory, paced by the reader.
+#ifndef FEF_CLIENT_H_
+#define FEF_CLIENT_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "server.h"
+#include "socket.h"
+#include "status.h"
+#include "wire.h"
+
+namespace fef {
+
+// A block of another host on its way into this one's memory.
+struct ReadRequest {
+  Message what;             // kRead; offset and length are filled in chunk by chunk
+  char* destination = nullptr;
+  uint64_t num_bytes = 0;
+  std::shared_ptr<std::atomic<int>> urgency;  // the smallest first; equals in their order; may change
+  std::function<void(const Status&)> done;  // on the client's thread, once
+};
+
+// One thread, asleep in epoll while nothing is on its way.
+class Client {
+ public:
+  // `window_bytes`: asked for and not yet here, per host. It bounds what queues in a switch.
+  Client(Membership membership, uint32_t window_bytes, std::function<void(int host, const std::string& why)> on_lost);
+  ~Client();
+
+  // Opens the connections to a host; before Start. Blocks for at most deadline_s.
+  Status Connect(int host, const Endpoint& endpoint, bool by_unix_socket, double deadline_s);
+  void Start();
+  void Stop();
+
+  // Messages to one host arrive in their order. `fd` must stay open until then.
+  void Send(int host, const Message& message, const std::string& payload = {}, int fd = -1);
+  void Read(int host, ReadRequest request);
+
+ private:
+  struct Peer {
+    Descriptor requests, replies;
+    Outbox out;
+    bool is_lost = false;
+    std::list<std::pair<uint64_t, ReadRequest>> queue;  // ticket, not wholly asked for
+    std::map<uint64_t, ReadRequest> asked;              // wholly asked for, not wholly here
+    std::map<uint64_t, uint64_t> missing;               // ticket -> bytes not here
+    uint64_t in_flight = 0;
+    std::string in;  // of an answer: the message, then a text
+    Message answer;
+    uint64_t payload_left = 0;
+    char* payload_to = nullptr;  // null: to `in`
+  };
+
+  void Run();
+  void Wake();
+  void Pump(int host, Peer& peer);
+  bool Receive(int host, Peer& peer);
+  void Begin(Peer& peer);
+  void Finish(Peer& peer);
+  void Lose(int host, const std::string& why);
+
+  const Membership membership_;
+  const uint32_t window_bytes_;
+  const std::function<void(int, const std::string&)> on_lost_;
+  std::mutex mutex_;
+  std::map<int, Peer> peers_;
+  uint64_t last_ticket_ = 0;
+  bool is_stopping_ = false;
+  std::vector<std::pair<std::function<void(const Status&)>, Status>> finished_;  // to be called without the mutex
+  Descriptor epoll_, wake_;
+  std::thread thread_;
+};
+
+}  // namespace fef
+
+#endif  // FEF_CLIENT_H_

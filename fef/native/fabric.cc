@@ -1,0 +1,74 @@
+#include "fabric.h"
+
+#include <utility>
+
+namespace fef {
+
+Fabric::Fabric(Membership membership, uint32_t window_bytes, Receiver receiver)
+    : membership_(std::move(membership)),
+      receiver_(std::move(receiver)),
+      server_(membership_,
+              {[this](const Message& message, const std::string& payload, Descriptor fd) {
+                 if (message.kind == Kind::kBye) return Leave(message.host, "it has closed its pool");
+                 receiver_.on_message(message, payload, std::move(fd));
+               },
+               receiver_.on_read, [this](int host, const std::string& why) { Leave(host, why); }}),
+      client_(membership_, window_bytes, [this](int host, const std::string& why) { Leave(host, why); }),
+      gone_(membership_.num_hosts) {}
+
+Fabric::~Fabric() { Close(); }
+
+Status Fabric::Listen(const std::string& address, Endpoint* endpoint) {
+  endpoint->address = address;
+  endpoint->unix_name = "fef-" + membership_.token + "-" + std::to_string(membership_.incarnation) + "-" +
+                        std::to_string(membership_.me);
+  return server_.Start(address, endpoint->unix_name, &endpoint->port);
+}
+
+Status Fabric::Connect(const std::vector<Endpoint>& endpoints, const std::vector<bool>& is_mapped, double deadline_s) {
+  is_mapped_ = is_mapped;
+  for (int host = 0; host < num_hosts(); ++host) {
+    if (host == me()) continue;
+    if (Status status = client_.Connect(host, endpoints[host], is_mapped[host], deadline_s); !status.ok()) {
+      return status;
+    }
+  }
+  client_.Start();
+  return Status::Ok();
+}
+
+void Fabric::Close() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed_) return;
+    is_closed_ = true;
+  }
+  Message bye;
+  bye.kind = Kind::kBye;
+  Broadcast(bye);
+  client_.Stop();
+  server_.Stop();
+}
+
+void Fabric::Send(int host, const Message& message, const std::string& payload, int fd) {
+  client_.Send(host, message, payload, fd);
+}
+
+void Fabric::Broadcast(const Message& message) {
+  for (int host = 0; host < num_hosts(); ++host) {
+    if (host != me()) Send(host, message);
+  }
+}
+
+void Fabric::Read(int host, ReadRequest request) { client_.Read(host, std::move(request)); }
+
+void Fabric::Leave(int host, const std::string& why) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_closed_ || !gone_[host].empty()) return;
+    gone_[host] = why;
+  }
+  receiver_.on_lost(host, why);
+}
+
+}  // namespace fef

@@ -1,0 +1,62 @@
+// What hosts say to each other: messages of one size, some followed by a payload. All hosts of a job run the same build
+// (fef/pool/rendezvous.py refuses others), so a message travels as it lies in memory.
+#ifndef FEF_WIRE_H_
+#define FEF_WIRE_H_
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+namespace fef {
+
+constexpr uint32_t kMagic = 0x31666566;             // "fef1"
+constexpr uint32_t kMaxPayloadBytes = 1u << 20;     // of anything that is believed
+constexpr uint32_t kChunkBytes = 16 << 10;          // of one read request
+
+// A host reads from another over two connections, so that a request never waits behind bulk data.
+enum class Channel : uint16_t { kRequests, kReplies };
+
+enum class Kind : uint16_t {
+  kHello,      // first on every connection, both ways; payload: the job's token, or why it is refused
+  kSegment,    // a descriptor comes with it: memory to be mapped, of `rank`, or of the host's stages if rank is -1
+  kPublished,  // `rank` has published `version`
+  kClosed,     // `rank` sends nothing more under `version` and reads it no more
+  kManifest,   // the host has closed a stage; payload: ManifestEntry for each expert that gets a gradient
+  kSummed,     // the host has taken what it needs from a stage
+  kRead,       // asks for `length` bytes at `offset` of a block
+  kData,       // the answer; payload: the bytes, or the text of an error if `code` is not 0
+  kBye,        // an orderly end
+};
+
+struct Message {
+  uint32_t magic = kMagic;
+  Kind kind = Kind::kHello;
+  Channel channel = Channel::kRequests;
+  int32_t host = 0;  // who sends it
+  int32_t table = 0, group = 0;
+  int32_t incarnation = 0, counter = 0, microbatch = 0;  // the version
+  int32_t layer = 0, use = 0, rank = -1, expert = -1;
+  int32_t stage = -1;  // of a read: the stage that holds a gradient, -1 for weights
+  int32_t code = 0;
+  uint32_t length = 0;
+  uint64_t offset = 0;
+  uint64_t ticket = 0;
+  uint32_t payload_bytes = 0;
+  uint32_t reserved = 0;
+};
+static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 88);
+
+struct ManifestEntry {
+  int32_t expert;
+  int32_t source;  // index of the local member whose block holds the sum
+};
+
+inline std::string ToBytes(const Message& message, const std::string& payload = {}) {
+  Message copy = message;
+  copy.payload_bytes = uint32_t(payload.size());
+  return std::string(reinterpret_cast<const char*>(&copy), sizeof(copy)) + payload;
+}
+
+}  // namespace fef
+
+#endif  // FEF_WIRE_H_

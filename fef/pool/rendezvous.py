@@ -1,0 +1,118 @@
+"""How the hosts of a job find each other: a record of each, exchanged among JAX's processes, and who reaches whom how.
+
+A host is one JAX process. Hosts that share a kernel and a network namespace map each other's memory (mmap); others
+read over TCP (tcp). FEF_TRANSPORT, or config.pool.transport, forces one; FEF_FORCE_REMOTE=1 lets `auto` take every host
+for a remote one.
+"""
+
+import json
+import os
+import pathlib
+import secrets
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+
+from fef.config import ConfigError, PoolConfig, UserError
+from fef.native import build
+
+_RECORD_BYTES = 4096
+TRANSPORTS = ("auto", "local", "mmap", "tcp")
+
+
+def exchange(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of all processes, in their order; every process calls it."""
+    from jax.experimental import multihost_utils
+
+    text = json.dumps(record).encode()
+    if len(text) > _RECORD_BYTES:
+        raise ValueError(f"a rendezvous record of {len(text)} bytes, at most {_RECORD_BYTES} fit")
+    padded = np.frombuffer(text.ljust(_RECORD_BYTES), np.uint8)
+    return [json.loads(bytes(row).decode()) for row in multihost_utils.process_allgather(padded)]
+
+
+def introduction(next_incarnation: int, transport: str) -> dict[str, Any]:
+    """What a process says of itself before any pool is open."""
+    return {
+        "host": jax.process_index(),
+        "name": socket.gethostname(),
+        "build": build.source_hash(),
+        "transport": transport,
+        "kernel": pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "network": os.readlink("/proc/self/ns/net"),
+        "job": os.environ.get("FEF_JOB", ""),
+        "token": secrets.token_hex(8),
+        "incarnation": next_incarnation,
+    }
+
+
+def check(records: list[dict[str, Any]]) -> None:
+    """Refuses hosts that cannot work together.
+
+    Raises:
+      UserError: another build, transport or job; names both hosts and both values.
+    """
+    remedies = {
+        "build": "install the same fef, jaxlib and compiler flags on all hosts",
+        "transport": "give all hosts the same FEF_TRANSPORT and config.pool.transport",
+        "job": "two jobs have met; give each its own coordinator address",
+    }
+    for key, remedy in remedies.items():
+        for record in records[1:]:
+            if record[key] != records[0][key]:
+                raise UserError(
+                    f"pool: {key} {records[0][key]!r} on host 0 ({records[0]['name']}), {record[key]!r} on host "
+                    f"{record['host']} ({record['name']}); {remedy}"
+                )
+
+
+def mapped_hosts(records: list[dict[str, Any]], me: int, transport: str) -> list[bool]:
+    """Which hosts' memory this one maps; the others are read over TCP.
+
+    Raises:
+      ConfigError: `mmap` is asked for, but a host is elsewhere; or `local` with several processes.
+    """
+    here = [all(record[key] == records[me][key] for key in ("kernel", "network")) for record in records]
+    if transport == "local":
+        raise ConfigError("pool.transport", transport, f"moves blocks within one process, the job has {len(records)}")
+    if transport == "mmap" and not all(here):
+        other = records[here.index(False)]
+        raise ConfigError(
+            "pool.transport", transport, f"host {other['host']} ({other['name']}) shares no memory; use auto or tcp"
+        )
+    is_remote = transport == "tcp" or (transport == "auto" and os.environ.get("FEF_FORCE_REMOTE") == "1")
+    return [not is_remote and is_here for is_here in here]
+
+
+def own_address(records: list[dict[str, Any]], me: int) -> str:
+    """The IPv4 address at which the other hosts find this one: FEF_ADDRESS, or what its name resolves to.
+
+    Raises:
+      UserError: the name does not resolve, or resolves to this machine only although other hosts are elsewhere.
+    """
+    if address := os.environ.get("FEF_ADDRESS"):
+        return address
+    if all(
+        record["network"] == records[me]["network"] and record["kernel"] == records[me]["kernel"] for record in records
+    ):
+        return "127.0.0.1"
+    name = records[me]["name"]
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise UserError(f"pool: the host name {name} does not resolve ({error}); set FEF_ADDRESS to its IPv4") from None
+    if address.startswith("127."):
+        raise UserError(
+            f"pool: the host name {name} resolves to {address}, which other hosts cannot reach; set FEF_ADDRESS"
+        )
+    return address
+
+
+def chosen_transport(config: PoolConfig) -> str:
+    """FEF_TRANSPORT, or else config.pool.transport."""
+    name = os.environ.get("FEF_TRANSPORT", config.transport)
+    if name not in TRANSPORTS:
+        raise ConfigError("pool.transport", name, f"must be one of {', '.join(TRANSPORTS)}")
+    return name

@@ -1,0 +1,250 @@
+// Checks a pool over several hosts without XLA: each host is a Pool of this process, with real sockets and mappings
+// between them, each member a thread. Every check prints what is wrong and makes the exit code 1.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pool.h"
+#include "pool_checks.h"
+#include "socket.h"
+#include "wire.h"
+
+namespace {
+
+using namespace fef_test;
+
+// Some hosts, connected; members are dealt out to them in blocks.
+struct Job {
+  Job(int num_hosts, int num_members, bool is_mapped, uint32_t window_bytes = 32 << 10, double deadline_s = kDeadline)
+      : num_members(num_members) {
+    static int last_token = 0;
+    token = "job" + std::to_string(getpid()) + "." + std::to_string(++last_token);
+    std::vector<fef::Endpoint> endpoints(num_hosts);
+    for (int rank = 0; rank < num_members; ++rank) host_of_rank.push_back(rank * num_hosts / num_members);
+    for (int host = 0; host < num_hosts; ++host) {
+      fef::PoolOptions options;
+      options.deadline_s = deadline_s;
+      options.membership = {host, num_hosts, 7, token};
+      options.host_of_member = host_of_rank;
+      options.window_bytes = window_bytes;
+      hosts.push_back(std::make_shared<fef::Pool>(options));
+      CheckOk(hosts[host]->Listen("127.0.0.1", &endpoints[host]), "Listen");
+    }
+    ports = endpoints;
+    InParallel(num_hosts, [&](int host) {
+      CheckOk(hosts[host]->Connect(endpoints, std::vector<bool>(num_hosts, is_mapped)), "Connect");
+    });
+  }
+  ~Job() {
+    InParallel(int(hosts.size()), [&](int host) {
+      if (hosts[host] != nullptr) hosts[host]->Close();
+    });
+  }
+
+  void AddTable(const fef::TableShape& shape) {
+    int32_t table = -1;
+    for (auto& host : hosts) CheckOk(host->AddTable(shape, &table), "AddTable");
+    for (auto& host : hosts) domains.push_back(host->domain(table, 0));
+  }
+  Domain& of(int rank) { return *domains[host_of_rank[rank]]; }
+
+  const int num_members;
+  std::string token;
+  std::vector<int> host_of_rank;
+  std::vector<std::shared_ptr<fef::Pool>> hosts;
+  std::vector<fef::Endpoint> ports;
+  std::vector<Domain*> domains;
+};
+
+Version At(int counter, int microbatch = 0) { return {7, counter, microbatch}; }
+
+// Hosts first, in rank order within each, then over the hosts; and so again for each further microbatch.
+std::vector<float> WantedSum(const Job& job, const fef::TableShape& shape, int counter, int layer, int expert,
+                             int num_microbatches) {
+  std::vector<float> total;
+  for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
+    for (int host = 0; host < int(job.hosts.size()); ++host) {
+      std::vector<float> part;
+      for (int rank = 0; rank < shape.members; ++rank) {
+        if (job.host_of_rank[rank] != host || !Sends(counter, layer, expert, rank)) continue;
+        const bool is_first = part.empty();
+        part.resize(shape.block_elems);
+        for (int64_t i = 0; i < shape.block_elems; ++i) {
+          const float g = Gradient(counter, layer, expert, rank, i);
+          part[i] = is_first ? g : part[i] + g;
+        }
+      }
+      if (total.empty()) total = part;
+      else
+        for (size_t i = 0; i < part.size(); ++i) total[i] += part[i];
+    }
+  }
+  return total;
+}
+
+void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_elems, int steps, bool is_mapped,
+                       int num_microbatches) {
+  const int layers = 3;
+  Job job(num_hosts, members, is_mapped);
+  const fef::TableShape shape = Shape(members, experts, layers, block_elems, /*slots=*/2, /*stages=*/2);
+  job.AddTable(shape);
+  Barrier barrier(members);
+  InParallel(members, [&](int rank) {
+    Domain& domain = job.of(rank);
+    std::mt19937 random(rank);
+    for (int counter = 1; counter <= steps; ++counter) {
+      barrier.Wait();  // the collective that agrees on the version
+      MaybePause(random);
+      const int64_t run = counter * 100 + job.host_of_rank[rank];  // a number of the host's own
+      CheckOk(Publish(domain, At(counter), rank, run), "Publish");
+      std::vector<int> all(experts);
+      for (int expert = 0; expert < experts; ++expert) all[expert] = expert;
+      for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
+        const Version version = At(counter, microbatch);
+        for (int layer = 0; layer < layers; ++layer) {
+          CheckOk(Wait(domain, [&] { return domain.Readable(version, layer, all); }), "Readable");
+          for (int expert : all) {
+            Lease lease;
+            CheckOk(domain.Read(version, rank, layer, expert, &lease), "Read");
+            Check(HoldsOnly(lease, block_elems, BlockValue(counter, layer, expert / members, expert % members)),
+                  "a block has its publisher's contents");
+          }
+        }
+        for (int layer = layers - 1; layer >= 0; --layer) {
+          MaybePause(random);
+          SendGradients(domain, version, rank, run, layer);
+        }
+      }
+      CheckOk(domain.CloseVersion(At(counter), rank), "CloseVersion");
+      CheckOk(Wait(domain, [&] { return domain.AllClosed(At(counter)); }), "AllClosed");
+      Threads executor;
+      CheckOk(domain.Collect(
+                  At(counter), rank,
+                  [&](int layer, int local, const float* sum) {
+                    const int expert = local * members + rank;
+                    std::vector<float> wanted;
+                    if (expert < experts) wanted = WantedSum(job, shape, counter, layer, expert, num_microbatches);
+                    const bool is_right = sum == nullptr
+                                              ? wanted.empty()
+                                              : std::memcmp(sum, wanted.data(), wanted.size() * sizeof(float)) == 0;
+                    Check(is_right, "sums are in order, bit for bit: version " + std::to_string(counter) +
+                                        ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert));
+                  },
+                  executor),
+              "Collect");
+    }
+  });
+}
+
+// What a client may not do is refused and counted, and the server goes on serving.
+void TestStrangers() {
+  Job job(2, 2, /*is_mapped=*/false);
+  job.AddTable(Shape(2, 2, 1, 10, 2, 2));
+  auto say = [&](const std::string& bytes) {
+    fef::Descriptor socket;
+    CheckOk(fef::ConnectTcp("127.0.0.1", job.ports[0].port, 5.0, &socket), "ConnectTcp");
+    CheckOk(fef::WriteAll(socket.get(), bytes.data(), bytes.size(), 5.0), "WriteAll");
+    shutdown(socket.get(), SHUT_WR);
+    std::string answer;
+    char byte;
+    while (fef::ReadAll(socket.get(), &byte, 1, 5.0).ok()) answer += byte;
+    return answer;
+  };
+  say("GET / HTTP/1.1\r\nHost: fef\r\n\r\n" + std::string(200, 'x'));
+  fef::Message hello;
+  hello.host = 1;
+  hello.incarnation = 7;
+  const std::string other = say(fef::ToBytes(hello, "another job"));
+  Check(other.find("job token another job is not this job's, " + job.token) != std::string::npos, "both tokens: " + other);
+  hello.incarnation = 6;
+  const std::string old = say(fef::ToBytes(hello, job.token));
+  Check(old.find("incarnation 6 is not this pool's, 7") != std::string::npos, "both incarnations: " + old);
+  say(fef::ToBytes(hello, job.token).substr(0, 20));  // cut off: nothing to refuse
+  fef::Message huge;
+  huge.payload_bytes = 0xffffffff;
+  std::string bytes = fef::ToBytes(huge);
+  std::memcpy(&bytes[offsetof(fef::Message, payload_bytes)], "\xff\xff\xff\xff", 4);
+  say(bytes);
+  CheckOk(Publish(job.of(0), At(1), 0, 1), "Publish");
+  CheckOk(Wait(job.of(1), [&] { return job.of(1).Readable(At(1), 0, {0}); }), "the others are served all the same");
+}
+
+// A read is answered with what was asked for or not at all.
+void TestReadsAreChecked() {
+  Job job(2, 2, /*is_mapped=*/false);
+  job.AddTable(Shape(2, 2, 1, 1000, /*slots=*/2, 2));
+  Domain& home = job.of(0);
+  for (int counter = 1; counter <= 5; ++counter) {
+    CheckOk(Publish(home, At(counter), 0, counter), "Publish");
+    for (int rank : {0, 1}) home.Release(At(counter), rank);
+  }
+  fef::Message read;
+  read.kind = fef::Kind::kRead;
+  read.incarnation = 7;
+  read.layer = read.expert = 0;
+  read.length = 16;
+  std::string bytes;
+  auto ask = [&](auto change) {
+    fef::Message changed = read;
+    changed.counter = 5;
+    change(changed);
+    return home.OnRead(changed, &bytes);
+  };
+  CheckOk(ask([](fef::Message& m) { m.offset = 4000 - 16; }), "the last bytes");
+  float value;
+  std::memcpy(&value, bytes.data(), sizeof(value));
+  Check(bytes.size() == 16 && value == BlockValue(5, 0, 0, 0), "the bytes of the version");
+  CheckError(ask([](fef::Message& m) { m.counter = 1; }), Code::kStaleVersion,
+             "version (7,1), layer 0, expert 0 at host 0 (rank 0): no slot holds this version", "a refilled slot");
+  CheckError(ask([](fef::Message& m) { m.counter = 9; }), Code::kStaleVersion, "never published", "no such version");
+  CheckError(ask([](fef::Message& m) { m.incarnation = 6; }), Code::kStaleVersion, "another incarnation", "incarnation");
+  CheckError(ask([](fef::Message& m) { m.offset = 4000 - 15; }), Code::kInvalidArgument, "16 bytes at 3985", "past the end");
+  CheckError(ask([](fef::Message& m) { m.offset = ~0ull - 7; }), Code::kInvalidArgument, "are not in a block", "overflow");
+  CheckError(ask([](fef::Message& m) { m.length = 0; }), Code::kInvalidArgument, "0 bytes", "no length");
+  CheckError(ask([](fef::Message& m) { m.layer = 1; }), Code::kInvalidArgument, "out of range", "layer");
+  CheckError(ask([](fef::Message& m) { m.expert = -1; }), Code::kInvalidArgument, "out of range", "expert");
+  CheckError(ask([](fef::Message& m) { m.expert = 1; }), Code::kInvalidArgument, "its home is rank 1", "not its home");
+  CheckError(ask([](fef::Message& m) { m.stage = 0; m.rank = 0; }), Code::kStaleVersion, "not staged", "no such stage");
+  CheckError(ask([](fef::Message& m) { m.stage = 99; m.rank = 5; }), Code::kStaleVersion, "not staged", "stage 99");
+}
+
+// A host that goes away ends the waits that need it, by name, and no others.
+void TestHostIsLost(bool is_mapped) {
+  Job job(3, 3, is_mapped);
+  job.AddTable(Shape(3, 3, 2, 100, 2, 2));
+  for (int rank : {0, 1}) CheckOk(Publish(job.of(rank), At(1), rank, 1), "Publish");
+  std::thread wait([&] {
+    CheckError(Wait(job.of(0), [&] { return job.of(0).Readable(At(1), 0, {2}); }), Code::kPeerLost,
+               "table moe, version (7,1): rank 2 has not published it: host 2 (rank 2) is gone: it has closed its pool",
+               "a wait for a host that goes away");
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  job.hosts[2]->Close();
+  wait.join();
+  CheckOk(Wait(job.of(0), [&] { return job.of(0).Readable(At(1), 0, {0, 1}); }), "the others stay readable");
+  Lease lease;
+  CheckOk(job.of(0).Read(At(1), 0, 0, 1, &lease), "the others stay readable");
+  int stage;
+  CheckError(Wait(job.of(0), [&] { return job.of(0).StageAdmitted(At(1), 0, 1, 0, &stage); }), Code::kPeerLost,
+             "accumulate: table moe, version (7,1), layer 0: host 2 (rank 2) is gone", "gradients need everybody");
+}
+
+}  // namespace
+
+int main() {
+  std::setvbuf(stdout, nullptr, _IONBF, 0);
+  for (bool is_mapped : {false, true}) {
+    TestTrainingSteps(/*num_hosts=*/2, /*members=*/2, /*experts=*/2, /*block_elems=*/37, /*steps=*/10, is_mapped, 1);
+    TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, /*block_elems=*/9000, /*steps=*/8, is_mapped, 3);
+    TestTrainingSteps(/*num_hosts=*/4, /*members=*/4, /*experts=*/3, /*block_elems=*/20000, /*steps=*/4, is_mapped, 2);
+    TestHostIsLost(is_mapped);
+  }
+  TestStrangers();
+  TestReadsAreChecked();
+  std::puts(num_failures == 0 ? "all passed" : "some failed");
+  return num_failures;
+}
