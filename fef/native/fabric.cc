@@ -9,11 +9,11 @@ Fabric::Fabric(Membership membership, uint32_t window_bytes, Receiver receiver)
       receiver_(std::move(receiver)),
       server_(membership_,
               {[this](const Message& message, const std::string& payload, Descriptor fd) {
-                 if (message.kind == Kind::kBye) return Leave(message.host, "it has closed its pool");
+                 if (message.kind == Kind::kBye) return Leave(message.host, "it has closed its pool", true);
                  receiver_.on_message(message, payload, std::move(fd));
                },
-               receiver_.on_read, [this](int host, const std::string& why) { Leave(host, why); }}),
-      client_(membership_, window_bytes, [this](int host, const std::string& why) { Leave(host, why); }),
+               receiver_.on_read, [this](int host, const std::string& why) { Leave(host, why, false); }}),
+      client_(membership_, window_bytes, [this](int host, const std::string& why) { Leave(host, why, false); }),
       gone_(membership_.num_hosts) {}
 
 Fabric::~Fabric() { Close(); }
@@ -62,13 +62,13 @@ void Fabric::Broadcast(const Message& message) {
 
 void Fabric::Read(int host, ReadRequest request) { client_.Read(host, std::move(request)); }
 
-void Fabric::Leave(int host, const std::string& why) {
+void Fabric::Leave(int host, const std::string& why, bool is_orderly) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_closed_ || !gone_[host].empty()) return;
     gone_[host] = why;
   }
-  receiver_.on_lost(host, why);
+  receiver_.on_lost(host, why, is_orderly);
 }
 
 }  // namespace fef

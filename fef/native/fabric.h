@@ -20,7 +20,8 @@ class Fabric {
   struct Receiver {
     std::function<void(const Message& message, const std::string& payload, Descriptor fd)> on_message;
     std::function<Status(const Message& read, std::string* bytes)> on_read;
-    std::function<void(int host, const std::string& why)> on_lost;  // once for each host
+    // Once for each host; is_orderly: it has taken leave.
+    std::function<void(int host, const std::string& why, bool is_orderly)> on_lost;
   };
 
   Fabric(Membership membership, uint32_t window_bytes, Receiver receiver);
@@ -44,7 +45,7 @@ class Fabric {
   void Read(int host, ReadRequest request);
 
  private:
-  void Leave(int host, const std::string& why);
+  void Leave(int host, const std::string& why, bool is_orderly);
 
   const Membership membership_;
   const Receiver receiver_;

@@ -139,7 +139,10 @@ ffi::Error ToError(const Status& status) {
     case Code::kDeadlineExceeded: return error(ffi::ErrorCode::kDeadlineExceeded, "PoolTimeoutError");
     case Code::kResourceExhausted: return error(ffi::ErrorCode::kResourceExhausted, "PoolExhaustedError");
     case Code::kPoolClosed: return error(ffi::ErrorCode::kFailedPrecondition, "PoolClosedError");
-    case Code::kPeerLost: return error(ffi::ErrorCode::kUnavailable, "PeerLostError");
+    case Code::kPeerLost: {
+      ReportPeerLoss();
+      return error(ffi::ErrorCode::kUnavailable, "PeerLostError");
+    }
   }
   return ffi::Error(ffi::ErrorCode::kInternal, status.message);
 }

@@ -14,7 +14,7 @@ Pool::Pool(PoolOptions options) : options_(std::move(options)) {
                          OnMessage(message, payload, std::move(fd));
                        },
                        [this](const Message& read, std::string* bytes) { return OnRead(read, bytes); },
-                       [this](int host, const std::string& why) { OnLost(host, why); }});
+                       [this](int host, const std::string& why, bool is_orderly) { OnLost(host, why, is_orderly); }});
 }
 
 Status Pool::Listen(const std::string& address, Endpoint* endpoint) { return fabric_->Listen(address, endpoint); }
@@ -57,6 +57,7 @@ Status Pool::AddTable(const TableShape& shape, int32_t* table) {
 }
 
 void Pool::Close() {
+  liveness_.Disarm();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& domains : tables_) {
@@ -87,13 +88,23 @@ Status Pool::OnRead(const Message& read, std::string* bytes) {
                        " in group ", read.group);
 }
 
-void Pool::OnLost(int host, const std::string& why) {
+void Pool::OnLost(int host, const std::string& why, bool is_orderly) {
   std::lock_guard<std::mutex> lock(messages_mutex_);
   lost_[host] = why;
   std::lock_guard<std::mutex> tables_lock(mutex_);
   for (auto& domains : tables_) {
     for (auto& domain : domains) domain->OnLost(host, why);
   }
+  if (is_orderly) return;
+  std::string ranks;
+  const std::vector<int>& hosts = options_.host_of_member;
+  const int members = int(hosts.size()) / options_.groups;
+  for (int i = 0; i < int(hosts.size()); ++i) {
+    if (hosts[i] != host) continue;
+    ranks += (ranks.empty() ? "" : ",") + std::to_string(i % members);
+    if (options_.groups > 1) ranks += " of group " + std::to_string(i / members);
+  }
+  liveness_.OnDeath("host " + std::to_string(host) + " (rank " + ranks + ") is gone: " + why);
 }
 
 Domain* Pool::domain(int table, int group) {
@@ -135,6 +146,11 @@ std::shared_ptr<Pool> FindPool(int32_t incarnation) {
   std::lock_guard<std::mutex> lock(pools_mutex);
   auto it = Pools().find(incarnation);
   return it == Pools().end() ? nullptr : it->second;
+}
+
+void ReportPeerLoss() {
+  std::lock_guard<std::mutex> lock(pools_mutex);
+  for (auto& [incarnation, pool] : Pools()) pool->liveness().OnReport();
 }
 
 void ClosePool(int32_t incarnation) {

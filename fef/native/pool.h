@@ -13,6 +13,7 @@
 
 #include "domain.h"
 #include "fabric.h"
+#include "liveness.h"
 #include "status.h"
 #include "worker.h"
 
@@ -42,6 +43,7 @@ class Pool {
   Domain* domain(int table, int group);
   int32_t NextVersion(int table);
   int32_t incarnation() const { return options_.membership.incarnation; }
+  Liveness& liveness() { return liveness_; }
 
  private:
   struct Waiting {
@@ -51,7 +53,7 @@ class Pool {
   };
   void OnMessage(const Message& message, const std::string& payload, Descriptor fd);
   Status OnRead(const Message& read, std::string* bytes);
-  void OnLost(int host, const std::string& why);
+  void OnLost(int host, const std::string& why, bool is_orderly);
 
   const PoolOptions options_;
   std::mutex mutex_;
@@ -60,6 +62,7 @@ class Pool {
   std::mutex messages_mutex_;        // messages reach a domain in their order, those that came before the table first
   std::deque<Waiting> early_;        // for tables that this host has not made yet
   std::map<int, std::string> lost_;  // hosts, and why
+  Liveness liveness_;
   Worker worker_;
   std::unique_ptr<Fabric> fabric_;   // ends first: its threads use all the above
 };
@@ -70,6 +73,8 @@ std::shared_ptr<Pool> FindPool(int32_t incarnation);
 int32_t NextIncarnation();
 std::shared_ptr<Pool> OpenPool(PoolOptions options);
 void ClosePool(int32_t incarnation);
+// An operation has failed for the loss of a host, and tells whoever waits for it.
+void ReportPeerLoss();
 
 }  // namespace fef
 

@@ -56,6 +56,11 @@ int fef_pool_connect(int32_t incarnation, const char** addresses, const int32_t*
   return ToCode(fef::FindPool(incarnation)->Connect(endpoints, mapped), error, error_bytes);
 }
 
+// The error that leaves the pool is in hand: the process is not to be ended for it.
+void fef_pool_disarm(int32_t incarnation) {
+  if (const auto pool = fef::FindPool(incarnation)) pool->liveness().Disarm();
+}
+
 void fef_pool_close(int32_t incarnation) { fef::ClosePool(incarnation); }
 
 // home, local: one entry per expert. *table receives the table's number.

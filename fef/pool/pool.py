@@ -100,12 +100,13 @@ class Pool:
 
     def __exit__(self, exc_type: Any, error: BaseException | None, traceback: Any) -> None:
         _open_pools.remove(self)
+        self._library.fef_pool_disarm(self.incarnation)
         if error is None and jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
             multihost_utils.sync_global_devices("fef.Pool")  # nobody goes while another still reads from it
-        self.close(grace_s=self.config.deadline_s)
         typed = None if error is None else errors.as_pool_error(error)
+        self.close(grace_s=_GRACE_S if isinstance(typed, errors.PeerLostError) else self.config.deadline_s)
         if typed is not None:
             raise typed from error
 

@@ -1,4 +1,4 @@
-"""Compiles pool_test.cc with the pool's core, without XLA, and runs it under the thread sanitizer."""
+"""Compiles the tests of the pool's core, without XLA, and runs them under the thread sanitizer."""
 
 import concurrent.futures
 import pathlib
@@ -8,10 +8,11 @@ import subprocess
 from fef.native import build
 
 SOURCES = (
-    "await.cc", "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "memory_segment.cc",
-    "parallel.cc", "pool.cc", "server.cc", "socket.cc",
+    "await.cc", "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "liveness.cc",
+    "memory_segment.cc", "parallel.cc", "pool.cc", "server.cc", "socket.cc",
 )  # fmt: skip
-TEST = pathlib.Path(__file__).parents[1] / "native" / "pool_test.cc"
+TESTS = ("pool_test", "hosts_test")
+FOLDER = pathlib.Path(__file__).parents[1] / "native"
 
 
 def test_domain(tmp_path):
@@ -22,9 +23,12 @@ def test_domain(tmp_path):
         subprocess.run([*compiler, "-c", source, "-o", target], check=True, timeout=300)
         return target
 
+    sources = [*(FOLDER / f"{name}.cc" for name in TESTS), *(build.FOLDER / name for name in SOURCES)]
     with concurrent.futures.ThreadPoolExecutor() as executor:
-        objects = list(executor.map(compile_one, [TEST, *(build.FOLDER / name for name in SOURCES)]))
-    program = tmp_path / "pool_test"
-    subprocess.run([*compiler, *objects, "-o", program], check=True, timeout=300)
-    done = subprocess.run([program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "all passed\n"), done.stdout
+        objects = dict(zip((source.stem for source in sources), executor.map(compile_one, sources), strict=True))
+    core = [objects[pathlib.Path(name).stem] for name in SOURCES]
+    for name in TESTS:
+        program = tmp_path / name
+        subprocess.run([*compiler, objects[name], *core, "-o", program], check=True, timeout=300)
+        done = subprocess.run([program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
+        assert (done.returncode, done.stdout) == (0, "all passed\n"), done.stdout
