@@ -13,8 +13,7 @@ one switch for all; else each leaf has an uplink of its hosts' rates divided by 
 hosts out to the leaves in turn. The lab counts bytes and is taken down at the end.
 
 When a host fails, the others are ended; the exit status is that of the host, 128 + n if signal n ended it. Ctrl-C and
-SIGTERM end all hosts. They do not survive this program either, but after a SIGKILL the lab does: `ip netns list` has
-its prefix, and `P=prefix scripts/netlab.sh down` removes it.
+SIGTERM end all hosts. Neither they nor the lab survive this program, however it ends.
 """
 
 import contextlib
@@ -44,7 +43,10 @@ LAB_OPTIONS = {"leaves": "2", "nic": "1000mbit", "oversub": "4", "order": "leaf"
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 DRAIN_S = 2.0  # for output that is still on its way when a host has ended
 NETLAB_S = 60.0
-_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")  # no setting of Gloo's turns it off
+# What Gloo prints, from several threads at once, and no setting turns off.
+_NOISE = re.compile(
+    rb"(\[Gloo\] Rank ?)+(\d+)?|(\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. Expected number .*"
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -123,15 +125,22 @@ class Lab:
         self.coordinator = f"10.77.0.1:{LAB_PORT}"
 
     def __enter__(self) -> "Lab":
+        # Its input ends when this program does, even by SIGKILL.
+        self._remover = subprocess.Popen(
+            ["sh", "-c", 'read _; exec "$0" down', NETLAB], env=self.environment, stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         try:
             self._netlab("up")
         except BaseException:
-            self._down()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._down()
+        assert self._remover.stdin is not None
+        self._remover.stdin.close()
+        self._remover.wait(NETLAB_S)
 
     def command(self, host: int, words: list[str]) -> list[str]:
         """What runs `words` on a host."""
@@ -155,13 +164,6 @@ class Lab:
         if done.returncode:
             raise UserError(f"--lab: {done.stderr.strip() or f'netlab.sh {word} ended with {done.returncode}'}")
         return done.stdout
-
-    def _down(self) -> None:
-        # Not even a second Ctrl-C may leave a lab behind.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(UserError):  # where it could not be built, there is nothing to take down
-            self._netlab("down")
 
 
 def _lab_options(text: str) -> dict[str, str]:
@@ -303,7 +305,7 @@ class Tagger:
     def _write(self, line: bytes) -> None:
         text = line.rstrip(b"\r\n").decode(errors="replace")
         is_bar = line.endswith(b"\r")
-        if _NOISE.match(line) or (is_bar and (self.host or not self.out.isatty() or not text.strip())):
+        if _NOISE.fullmatch(line.strip()) or (is_bar and (self.host or not self.out.isatty() or not text.strip())):
             return
         erase = "\r\x1b[K" if self.out.isatty() else ""
         self.out.write(f"{erase}h{self.host}| {text}" + ("" if is_bar else "\n"))
