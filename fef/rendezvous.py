@@ -98,7 +98,8 @@ def meet(job: Job, timeout_s: float) -> str:
 def _gather(job: Job, timeout_s: float) -> str:
     """Host 0's side."""
     end = time.monotonic() + timeout_s
-    come: dict[int, socket.socket] = {}
+    come: set[int] = set()
+    connections: list[socket.socket] = []
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(job))
         try:
@@ -107,7 +108,7 @@ def _gather(job: Job, timeout_s: float) -> str:
                 try:
                     connection = stack.enter_context(listener.accept()[0])
                 except TimeoutError:
-                    missing = sorted(set(range(1, job.num_hosts)) - set(come))
+                    missing = sorted(set(range(1, job.num_hosts)) - come)
                     raise UserError(
                         f"{_hosts(missing)} of {job.num_hosts} did not come to host 0 at {job.coordinator} within "
                         f"{timeout_s:g} s; look at what {_hosts(missing)} printed"
@@ -121,15 +122,16 @@ def _gather(job: Job, timeout_s: float) -> str:
                     )
                     _send(connection, other + "; give each job a port of its own")
                     continue
+                connections.append(connection)
                 _check(job, hello, come)
-                come[hello["host"]] = connection
+                come.add(hello["host"])
         except UserError as error:
-            for connection in come.values():
+            for connection in connections:
                 _send(connection, str(error))
             raise
-        for connection in come.values():
+        for connection in connections:
             _send(connection, None)
-        return _own_address(come[1])
+        return _own_address(connections[0])
 
 
 def _report(job: Job, timeout_s: float) -> str:
@@ -179,7 +181,7 @@ def _listen(job: Job) -> socket.socket:
     return listener
 
 
-def _check(job: Job, hello: dict[str, Any], come: Mapping[int, Any]) -> None:
+def _check(job: Job, hello: dict[str, Any], come: set[int]) -> None:
     host, hosts = hello.get("host"), hello.get("hosts")
     if hosts != job.num_hosts:
         raise UserError(f"host {host} was started as one of {hosts} hosts, host 0 as one of {job.num_hosts}")

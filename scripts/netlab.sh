@@ -154,10 +154,10 @@ usage() {
 cmd=${1:-}
 shift || true
 [[ $cmd =~ ^(up|down|exec|rate|check|bytes|show)$ ]] || usage
+((EUID == 0)) || die "needs root, to make network namespaces; try again with sudo"
 for tool in ip tc unshare; do
   type -P "$tool" >/dev/null || die "needs the program $tool and finds none; on Debian or Ubuntu: apt-get install iproute2 util-linux"
 done
-((EUID == 0)) || die "needs root, to make network namespaces; try again with sudo"
 
 case $cmd in
   up)
