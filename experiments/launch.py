@@ -43,10 +43,8 @@ LAB_OPTIONS = {"leaves": "2", "nic": "1000mbit", "oversub": "4", "order": "leaf"
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 DRAIN_S = 2.0  # for output that is still on its way when a host has ended
 NETLAB_S = 60.0
-# What Gloo prints, from several threads at once, and no setting turns off.
-_NOISE = re.compile(
-    rb"(\[Gloo\] Rank ?)+(\d+)?|(\[Gloo\] Rank )*\d+ is connected to \d+ peer ranks\. Expected number .*"
-)
+# What Gloo prints of each connection, from several threads at once, piece by piece; no setting turns it off.
+_GLOO = re.compile(rb"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : ")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -305,11 +303,17 @@ class Tagger:
     def _write(self, line: bytes) -> None:
         text = line.rstrip(b"\r\n").decode(errors="replace")
         is_bar = line.endswith(b"\r")
-        if _NOISE.fullmatch(line.strip()) or (is_bar and (self.host or not self.out.isatty() or not text.strip())):
+        is_hidden_bar = is_bar and (self.host > 0 or not self.out.isatty() or not text.strip())
+        if is_hidden_bar or _is_noise(line):
             return
         erase = "\r\x1b[K" if self.out.isatty() else ""
         self.out.write(f"{erase}h{self.host}| {text}" + ("" if is_bar else "\n"))
         self.out.flush()
+
+
+def _is_noise(line: bytes) -> bool:
+    rest, pieces = _GLOO.subn(b"", line)
+    return pieces > 0 and not rest.strip(b"0123456789 \r\n")
 
 
 def _die_with_parent() -> None:
