@@ -99,6 +99,7 @@ def _connect(job: Job, timeout_s: float) -> None:
     # Ours are connections between hosts of one network, never through a proxy for the web.
     skipped = [os.environ.get("no_grpc_proxy", ""), job.address[0]]
     os.environ["no_grpc_proxy"] = ",".join(filter(None, skipped))
+    jax.config.update("jax_check_proxy_envs", False)  # it would warn of this very variable
     # JAX's notice of a pre-emption would swallow SIGTERM, and nobody here asks for it.
     jax.config.update("jax_enable_preemption_service", False)
     bind_address, port = job.bind_address
