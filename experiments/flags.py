@@ -34,6 +34,7 @@ import fef.routing
 from fef.config import TYPES, Config, UserError, allowed, flatten, freeze, validate, walk
 from fef.registry import Registry, load_file, scan
 from fef.rendezvous import Job
+from fef.startup import JOIN_TIMEOUT_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Define = Callable[[flags.FlagValues], None]
@@ -133,7 +134,11 @@ def define_job(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("num_processes", None, "how many hosts there are", flag_values=values, lower_bound=1)
     flags.DEFINE_integer("process_id", None, "number of this host, from 0", flag_values=values, lower_bound=0)
     flags.DEFINE_float(
-        "join_timeout_s", 60.0, "longest wait for the other hosts, seconds", flag_values=values, lower_bound=1.0
+        "join_timeout_s",
+        JOIN_TIMEOUT_S,
+        "longest wait for the other hosts, seconds",
+        flag_values=values,
+        lower_bound=1.0,
     )
 
 

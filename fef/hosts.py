@@ -5,6 +5,8 @@ All hosts must call these functions in the same order.
 
 import itertools
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,14 +33,14 @@ def barrier(what: str) -> None:
     """Waits until all hosts are here.
 
     Args:
-      what: what they do before, for the error: "have made the folder".
+      what: what is then true of them, for the error: "have read the text".
 
     Raises:
-      UserError: not all came within DEADLINE_S.
+      UserError: not all came within DEADLINE_S; names those that are missing.
     """
     if jax.process_count() > 1:
         key = f"fef/{next(_numbers)}"
-        _explain(lambda: compat.coordination_client().wait_at_barrier(key, int(DEADLINE_S * 1000)), f"all hosts {what}")
+        _wait(f"all hosts {what}", lambda deadline_ms: compat.coordination_client().wait_at_barrier(key, deadline_ms))
 
 
 def from_main(what: str, value: Any) -> Any:
@@ -56,8 +58,9 @@ def from_main(what: str, value: Any) -> Any:
     if is_main():
         client.key_value_set(key, json.dumps(value))
         return value
-    text = _explain(lambda: client.blocking_key_value_get(key, int(DEADLINE_S * 1000)), f"host 0 gives {what}")
-    return json.loads(text)
+    return json.loads(
+        _wait(f"host 0 gives {what}", lambda deadline_ms: client.blocking_key_value_get(key, deadline_ms))
+    )
 
 
 def check_same(values: dict[str, Any]) -> None:
@@ -76,9 +79,12 @@ def check_same(values: dict[str, Any]) -> None:
             )
 
 
-def _explain(wait: Any, what: str) -> Any:
+def _wait(what: str, wait: Callable[[int], Any]) -> Any:
     try:
-        return wait()
+        return wait(int(DEADLINE_S * 1000))
     except jax.errors.JaxRuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"host {jax.process_index()} waited in vain until {what}: {reason}") from error
+        missing = re.search(r"timed out task names:([\d\s]+)", str(error))
+        reason = f"missing: host {', '.join(missing[1].split())}" if missing else str(error).partition("\n")[0]
+        raise UserError(
+            f"host {jax.process_index()} waited in vain, at most {DEADLINE_S:g} s, until {what}; {reason}"
+        ) from error

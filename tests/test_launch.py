@@ -156,6 +156,15 @@ def main(argv):
     main_job = hosts.from_main("its job", os.environ["FEF_JOB"])
     print("job", os.environ["FEF_JOB"], host, main_job, jax.local_device_count())
     hosts.say("once")
+    if host == 0:
+        hosts.DEADLINE_S = 0.5
+        try:
+            hosts.barrier("have what they need")
+        except UserError as error:
+            print("job", error)
+        hosts.DEADLINE_S = 100
+    else:
+        next(hosts._numbers)  # not there
     hosts.check_same({"same": 1, "other": min(host, 0)})
     hosts.check_same({"same": 1, "other": [host]})
     hosts.barrier("that never comes")
@@ -175,7 +184,10 @@ def test_two_jobs_at_the_same_moment_each_see_their_own_hosts():
     for job, (out, err) in zip(jobs, outcomes, strict=True):
         (token,) = re.findall(r"^launch: job (\w+):", err)
         said = re.findall(r"^h\d\| (?:job .*|once)$", out, re.M)
-        assert sorted(said) == [f"h0| job {token} 0 {token} 2", "h0| once", f"h1| job {token} 1 {token} 2"]
+        assert sorted(said) == sorted([
+            f"h0| job {token} 0 {token} 2", "h0| once", f"h1| job {token} 1 {token} 2",
+            "h0| job host 0 waited in vain, at most 0.5 s, until all hosts have what they need; missing: host 1",
+        ])  # fmt: skip
         _, line, end = err.splitlines()
         assert line == "h1| error: other: host 1 has [1], host 0 has [0]; give all hosts the same"
         assert re.fullmatch(r"launch: host 1 \(pid \d+\) ended by exit status 2 after .*; ending the others", end)
