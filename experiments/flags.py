@@ -57,10 +57,14 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     except BrokenPipeError:  # the reader of our output has gone, as with `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    except Exception:
+    except Exception as error:
         if not jax.distributed.is_initialized():
             raise
-        traceback.print_exc()
+        lost = re.search(r"Gloo .*", str(error))  # XLA:CPU's connections
+        if lost:
+            print(f"error: host {jax.process_index()} has lost another host: {lost[0]}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         status = 1
     if status and jax.distributed.is_initialized():
         sys.stdout.flush()
