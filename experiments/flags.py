@@ -25,6 +25,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -32,13 +33,19 @@ import fef.dispatch
 import fef.routing
 from fef.config import TYPES, Config, UserError, allowed, flatten, freeze, validate, walk
 from fef.registry import Registry, load_file, scan
+from fef.rendezvous import Job
+from fef.startup import JOIN_TIMEOUT_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Define = Callable[[flags.FlagValues], None]
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Runs a program and exits: with its status, with 2 on a UserError, with 130 when interrupted."""
+    """Runs a program and exits: with its status, with 2 on a UserError, with 130 when interrupted.
+
+    When it fails as one of several hosts, it ends at once: at an orderly exit JAX would wait for the others, which wait
+    for this one in a collective.
+    """
     try:
         status = main(sys.argv)
     except UserError as error:
@@ -50,6 +57,19 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     except BrokenPipeError:  # the reader of our output has gone, as with `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    except Exception as error:
+        if not jax.distributed.is_initialized():
+            raise
+        lost = re.search(r"Gloo .*", str(error))  # XLA:CPU's connections
+        if lost:
+            print(f"error: host {jax.process_index()} has lost another host: {lost[0]}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        status = 1
+    if status and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     sys.exit(status)
 
 
@@ -108,6 +128,33 @@ def parse_flags(argv: list[str], define: Define, *, doc: str = "") -> flags.Flag
         raise SystemExit(0)
     _refuse(rest, list(values))
     return values
+
+
+def define_job(values: flags.FlagValues) -> None:
+    """Adds the flags of a program that several hosts run together, each started by hand."""
+    flags.DEFINE_string(
+        "coordinator", None, "address:port of host 0; without it a launcher or a cluster says it", flag_values=values
+    )
+    flags.DEFINE_integer("num_processes", None, "how many hosts there are", flag_values=values, lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "number of this host, from 0", flag_values=values, lower_bound=0)
+    flags.DEFINE_float(
+        "join_timeout_s",
+        JOIN_TIMEOUT_S,
+        "longest wait for the other hosts, seconds",
+        flag_values=values,
+        lower_bound=1.0,
+    )
+
+
+def job(values: flags.FlagValues) -> Job | None:
+    """What the flags of `define_job` say; None when they say nothing."""
+    names = ("coordinator", "num_processes", "process_id")
+    missing = [f"--{name}" for name in names if values[name].value is None]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        raise UserError(f"--coordinator, --num_processes and --process_id go together; missing: {', '.join(missing)}")
+    return Job(values.coordinator, values.num_processes, values.process_id)
 
 
 def override(config: Any, overrides: list[str], flag_names: list[str] | None = None) -> Any:

@@ -3,7 +3,8 @@
 A checkpoint is the folder `<directory>/<step>`: the arrays as orbax writes them, `fef.json` (step, metric, leaves and
 the caller's own data) and SHA256SUMS. Everything is written to `<step>.orbax-checkpoint-tmp`, which gets its final name
 last; a folder without SHA256SUMS is unfinished, whatever it is called. Nothing in a checkpoint depends on the number
-of devices.
+of devices or of hosts. With several hosts all call each method, on a folder that all of them see; each writes its part
+of the arrays, and host 0 alone makes, seals and deletes checkpoints.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from fef import digest
+from fef import digest, hosts
 from fef.config import UserError
 
 _TMP_SUFFIX = ocp.path.atomicity.TMP_DIR_SUFFIX
@@ -112,7 +113,8 @@ class Checkpointer:
         }
         pending = _Pending(step, path, json.dumps(record, allow_nan=False, indent=1))
         with _explaining(f"checkpoint {path} was not saved"):
-            self._remove_unfinished(step)
+            if hosts.is_main():
+                self._remove_unfinished(step)  # the others wait for it in the save below
             self._pending = pending  # read by _seal in the background
             try:
                 self._orbax.save(path, args=ocp.args.PyTreeSave(arrays))
@@ -211,7 +213,8 @@ class Checkpointer:
         if pending.path.is_dir():
             self._pending = None
             self._committed.append(pending.step)
-            self._remove_superseded()
+            if hosts.is_main():
+                self._remove_superseded()
 
     def _wait(self) -> None:
         end = time.monotonic() + self._deadline_s

@@ -24,14 +24,17 @@ def sample(stepper: Stepper, state: TrainState, num_bytes: int, prompt: bytes = 
         return f"(none: router {config.moe.router} looks at later tokens)"
     seq_len, rows = config.data.seq_len, stepper.mesh.size
     place = sharding.named(stepper.mesh, sharding.TOKENS)
-    predict = jax.jit(lambda state, tokens, mask, at: stepper.logits(state, tokens, mask)[0, at, : data.VOCAB_SIZE])
+    predict = jax.jit(
+        lambda state, tokens, mask, at: stepper.logits(state, tokens, mask)[0, at, : data.VOCAB_SIZE],
+        out_shardings=sharding.named(stepper.mesh, sharding.REPLICATED),  # each host draws the byte by itself
+    )
     rng = np.random.default_rng(config.train.seed)
     text = list(prompt)
     for _ in range(num_bytes):
         window = text[-seq_len:]
         tokens_S = np.array(window + [0] * (seq_len - len(window)), np.int32)
         mask_S = np.arange(seq_len) < len(window)
-        tokens_BS, mask_BS = (jax.device_put(np.tile(a, (rows, 1)), place) for a in (tokens_S, mask_S))
+        tokens_BS, mask_BS = (sharding.place(np.tile(a, (rows, 1)), place) for a in (tokens_S, mask_S))
         logits_V = np.asarray(predict(state, tokens_BS, mask_BS, jnp.int32(len(window) - 1)), np.float64)
         probs_V = np.exp((logits_V - logits_V.max()) / _TEMPERATURE)
         text.append(int(rng.choice(len(probs_V), p=probs_V / probs_V.sum())))

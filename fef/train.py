@@ -1,4 +1,8 @@
-"""A training run: set-up, resume, the loop, evaluation, and what a run leaves in its folder."""
+"""A training run: set-up, resume, the loop, evaluation, and what a run leaves in its folder.
+
+With several hosts all of them take each step, evaluate, save and sample together; host 0 writes all files but the
+checkpoints' arrays and speaks to the user.
+"""
 
 import contextlib
 import json
@@ -12,11 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from tqdm import tqdm
 
-from fef import data, provenance, sharding
+from fef import data, hosts, provenance, sharding
 from fef.checkpoint import Checkpointer, logical_template, to_logical, to_physical
-from fef.config import Config, ConfigError, UserError, config_hash, moe_layers, resume_changes, to_dict
+from fef.config import Config, ConfigError, UserError, config_hash, flatten, moe_layers, resume_changes, to_dict
 from fef.dispatch import DISPATCHERS
 from fef.flops import train_flops_per_token
+from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
 from fef.pool.ledger import PURPOSES, bytes_by_purpose
 from fef.pool.pool import Pool
@@ -30,32 +35,37 @@ _RUN_FILES = "config.json changes.jsonl metrics.jsonl summary.json report.html c
 _SUMMARY_ROWS = 20  # last rows over which the summary averages what fluctuates
 
 
-def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any]:
-    """Trains `config` in `workdir`, continuing what is there; returns the summary.
+def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | None:
+    """Trains `config` in `workdir`, continuing what is there; returns the summary, on host 0.
 
     Args:
-      config: validated and frozen.
-      workdir: folder of the run, made if absent.
+      config: validated and frozen; the same on all hosts.
+      workdir: folder of the run, made if absent; one that all hosts see.
       fresh: delete an earlier run in the folder and start over.
 
     Raises:
       UserError: the run in the folder has another model or other data (names the key and both values); data, mesh,
-        dispatcher or checkpoints cannot be used.
+        dispatcher or checkpoints cannot be used; or a host differs from host 0 in any of these.
       PoolError: a pool operation failed; names rank, table, layer, expert and operation.
     """
     folder = pathlib.Path(workdir)
+    hosts.check_same({"fresh": fresh} | {f"config.{key}": value for key, value in flatten(config).items()})
     changes = [] if fresh else _changes(folder, config)
-    summary = None if fresh else _finished(folder, config)
+    summary = hosts.from_main("the summary", None if fresh else _finished(folder, config))
     if summary is not None:
-        print(f"{folder}: finished; --fresh starts over, a larger config.train.steps continues")
-        print(format_summary(summary, folder))
+        say(f"{folder}: finished; --fresh starts over, a larger config.train.steps continues")
+        say(format_summary(summary, folder))
         return summary
     _check_platform(config)
     corpus = data.load_corpus(config.data)
     mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
-    _make_folder(folder, fresh)  # only now: a run that cannot start must not have deleted the earlier one
+    hosts.check_same({"the SHA-256 of the text": corpus.sha256})
+    hosts.barrier("have read the text")
+    if hosts.is_main():
+        _make_folder(folder, fresh)  # only now: a run that cannot start must not have deleted the earlier one
+    hosts.barrier("see the run's folder ready")
     for notice in corpus.notices:
-        print(notice)
+        say(notice)
     with contextlib.ExitStack() as stack:
         if config.moe.every and config.moe.dispatcher == "pooled":
             stack.enter_context(Pool(mesh, config.pool))
@@ -94,30 +104,46 @@ class Training:
         """Takes up the newest complete checkpoint, or starts at step 0."""
         step, notices = self.checkpointer.latest()
         for notice in notices:
-            print(notice)
-        self.writer = JsonlWriter(self.folder / "metrics.jsonl")
-        self.stack.callback(self.writer.close)
-        for notice in self.writer.notices:
-            print(notice)
+            say(notice)
+        self._check_same_folder(step)
         if step is None:
-            self.state = jax.device_put(self.stepper.init(), self.shardings)
+            self.state = sharding.place(self.stepper.init(), self.shardings)
         else:
             self.state = self._restore(step)
-            print(f"continuing at step {step} of {self.config.train.steps}")
         self.step = step or 0
-        self.writer.truncate_after(self.step)
+        self.writer: JsonlWriter | None = None
+        self.tensorboard: TensorBoard | None = None
+        if hosts.is_main():
+            self._open_files(step, changes)
+        self.replay, self.record = self._traces()
+        say(self._start_line())
+
+    def _check_same_folder(self, step: int | None) -> None:
+        newest = hosts.from_main("its newest checkpoint", step)
+        if step != newest:
+            raise UserError(
+                f"{self.folder}: here, host {jax.process_index()} finds {_checkpoint_name(step)} and host 0 finds "
+                f"{_checkpoint_name(newest)}; give a --workdir on a file system that all hosts share"
+            )
+
+    def _open_files(self, step: int | None, changes: list) -> None:
+        """Opens what a run writes, and takes away or adds what changes when it goes on at `step`."""
+        self.writer = writer = JsonlWriter(self.folder / "metrics.jsonl")
+        self.stack.callback(writer.close)
+        for notice in writer.notices:
+            say(notice)
+        if step is not None:
+            say(f"continuing at step {step} of {self.config.train.steps}")
+        writer.truncate_after(self.step)
         if changes:
             with contextlib.closing(JsonlWriter(self.folder / "changes.jsonl")) as file:
                 for key, old, new in changes:
-                    print(f"config.{key}: {old!r} -> {new!r}")
+                    say(f"config.{key}: {old!r} -> {new!r}")
                     file.write({"step": self.step, "key": key, "old": old, "new": new})
         write_json_atomic(self.folder / "config.json", to_dict(self.config))
-        self.tensorboard = None
         if self.config.run.tensorboard:
             self.tensorboard = TensorBoard(self.folder / "tensorboard", resumed_after=step)
             self.stack.callback(self.tensorboard.close)
-        self.replay, self.record = self._traces()
-        print(self._start_line())
 
     def _traces(self) -> tuple[Trace | None, TraceWriter | None]:
         config, routing = self.config, self.config.routing
@@ -127,7 +153,9 @@ class Training:
         moe, batch = config.moe, config.data
         header = TraceHeader(moe.router, layers, batch.batch_size, batch.seq_len, moe.num_experts, moe.num_choices)
         replay = Trace(routing.replay, header, range(self.step, config.train.steps)) if routing.replay else None
-        record = self.stack.enter_context(TraceWriter(routing.record, header, self.step)) if routing.record else None
+        record = None
+        if routing.record and hosts.is_main():
+            record = self.stack.enter_context(TraceWriter(routing.record, header, self.step))
         return replay, record
 
     def _restore(self, step: int) -> TrainState:
@@ -170,11 +198,16 @@ class Training:
             return
         batch, data_ms = self._next_batch()
         replay = self._replay()
+        # A host sees only its members' part of an array, so with several hosts each gets the whole metrics. With one
+        # host they stay where they are: the members would have to wait for each other.
+        whole = None if jax.process_count() == 1 else sharding.named(self.mesh, sharding.REPLICATED)
         train_step = jax.jit(
-            self.stepper.train_step, donate_argnums=0, out_shardings=(self.shardings, None)
+            self._train_step, donate_argnums=0, out_shardings=(self.shardings, whole)
         ).lower(self.state, batch, replay).compile()  # fmt: skip
-        self._eval_step = jax.jit(self.stepper.eval_step)
-        with tqdm(total=config.train.steps, initial=self.step, unit="step", dynamic_ncols=True) as bar:
+        self._eval_step = jax.jit(self.stepper.eval_step, out_shardings=whole)
+        with tqdm(
+            total=config.train.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not hosts.is_main()
+        ) as bar:
             while True:
                 start = time.perf_counter()
                 self.state, metrics = train_step(self.state, batch, replay)
@@ -188,7 +221,8 @@ class Training:
                 if self.heldout and (is_last or self.step % config.train.eval_every == 0):
                     row["heldout_loss"] = self.heldout_loss = self._evaluate()
                 if is_last or self.step % config.train.log_every == 0 or "heldout_loss" in row:
-                    self.writer.write(row)
+                    if self.writer:
+                        self.writer.write(row)
                     if self.tensorboard:
                         self.tensorboard.write(row)
                 bar.set_postfix_str(_postfix(row), refresh=False)
@@ -196,11 +230,18 @@ class Training:
                 if is_last or self.step % config.checkpoint.every == 0:
                     self._save()
                 for step in self.checkpointer.poll():
-                    bar.write(f"saved step {step}")
+                    if hosts.is_main():
+                        bar.write(f"saved step {step}")
                 if is_last:
                     return
                 batch, data_ms = self._next_batch()
                 replay = self._replay()
+
+    def _train_step(self, state: TrainState, batch: Any, replay: Any) -> tuple[TrainState, dict[str, Any]]:
+        state, metrics = self.stepper.train_step(state, batch, replay)
+        if not self.config.routing.record:
+            metrics.pop("trace", None)  # the largest part, of use to a recording only
+        return state, metrics
 
     def _next_batch(self) -> tuple[dict[str, jax.Array], float]:
         start = time.perf_counter()
@@ -214,7 +255,7 @@ class Training:
         if self.replay is None:
             return None
         along_tokens = sharding.named(self.mesh, PartitionSpec(None, sharding.AXES))
-        return {k: jax.device_put(v, along_tokens) for k, v in self.replay.step(self.step).items()}
+        return sharding.place(self.replay.step(self.step), along_tokens)
 
     def _evaluate(self) -> float:
         losses, tokens = zip(
@@ -250,17 +291,19 @@ class Training:
             "gate_entropy": metrics["entropy_L"].tolist(),
         }
 
-    def finish(self) -> dict[str, Any]:
-        """Waits for the last checkpoint, writes summary and report, and prints what came out."""
+    def finish(self) -> dict[str, Any] | None:
+        """Waits for the last checkpoint, writes summary and report, and prints what came out; the summary on host 0."""
         for step in self.checkpointer.close():
-            print(f"saved step {step}")
-        summary = self._summary()
-        write_json_atomic(self.folder / "summary.json", summary)
-        if self.config.run.report:
-            write_report(self.folder)
-        print(format_summary(summary, self.folder))
+            say(f"saved step {step}")
+        summary = None
+        if hosts.is_main():
+            summary = self._summary()
+            write_json_atomic(self.folder / "summary.json", summary)
+            if self.config.run.report:
+                write_report(self.folder)
+            say(format_summary(summary, self.folder))
         if self.config.train.sample_bytes:
-            print(f"sample:\n{sample(self.stepper, self.state, self.config.train.sample_bytes)}")
+            say(f"sample:\n{sample(self.stepper, self.state, self.config.train.sample_bytes)}")
         return summary
 
     def _start_line(self) -> str:
@@ -313,6 +356,10 @@ def _postfix(row: dict[str, Any]) -> str:
     """What the progress bar shows beside the steps and the time left."""
     skipped = f", {row['skipped_updates']} updates skipped" if row["skipped_updates"] else ""
     return f"loss {row['loss']:.3f}, {row['tokens_per_s']:,.0f} tokens/s{skipped}"
+
+
+def _checkpoint_name(step: int | None) -> str:
+    return "no checkpoint" if step is None else f"the checkpoint of step {step}"
 
 
 def _changes(folder: pathlib.Path, config: Config) -> list:

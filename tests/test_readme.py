@@ -29,10 +29,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = dict(re.findall(r"<!-- example: ([\w.]+) -->\n```python\n(.*?)```", README, re.S))
 COMMANDS = [
-    line.split("#")[0].strip()
+    command
     for block in re.findall(r"```sh\n(.*?)```", README, re.S)
-    for line in block.splitlines()
-    if line.strip()
+    for line in block.replace("\\\n", "").splitlines()
+    if (command := line.split("#")[0].strip())
 ]
 SMALL = (
     "--config.model.d_model=16 --config.model.num_heads=2 --config.model.num_layers=1 --config.moe.num_experts=5 "
@@ -132,10 +132,21 @@ def test_a_command_exists_and_its_flags_parse(command, example):
     for name in ("my_router.py", "my_dispatcher.py"):
         example(name)
     words = shlex.split(command)
-    if words[:2] == ["python", "-m"]:
+    for place, word in enumerate(words):
+        if word == "--":  # one command starts another
+            check(words[:place])
+            words = words[place + 1 :]
+    check(words)
+
+
+def check(words):
+    if words[0] == "sbatch":
+        assert (ROOT / "scripts/slurm.sh").is_file() and words[2] == "scripts/slurm.sh"
+        program, words = train, words[3:]
+    elif words[:2] == ["python", "-m"]:
         program, words = importlib.import_module(words[2]), words[3:]
     else:
-        assert (ROOT / words[0]).is_file(), command
+        assert (ROOT / words[0]).is_file(), words
         if words[0] != "scripts/train.sh":
             assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests"))
             return
@@ -147,7 +158,7 @@ def test_a_command_exists_and_its_flags_parse(command, example):
         assert stop.code == 0
 
 
-PLAIN = [importlib.import_module(f"experiments.{name}") for name in ("bench_ffn", "readme_tables")]
+PLAIN = [importlib.import_module(f"experiments.{name}") for name in ("bench_ffn", "launch", "readme_tables")]
 
 
 def test_the_commands_are_found():

@@ -229,3 +229,18 @@ def test_test_script_counts_and_exit_status(sandbox, environment, status, last, 
 def test_test_script_passes_words_on(sandbox):
     sandbox.run("scripts/test.sh", "tests/test_a.py", "-k", "b c", COUNTS='tests="1"')
     assert "tests/test_a.py -k b c" in sandbox.log.read_text()
+
+
+def test_the_slurm_template_starts_a_task_on_each_node(sandbox):
+    status, out, err = sandbox.run("scripts/slurm.sh")
+    assert (status, out, err) == (2, "", "slurm: this is no SLURM job; start it with sbatch scripts/slurm.sh\n")
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_SUBMIT_DIR": str(sandbox.root)}
+    status, _, err = sandbox.run("scripts/slurm.sh", **job)
+    assert status == 2 and err.endswith("is missing; submit from the checkout, after scripts/setup.sh\n")
+    assert err.count("\n") == 1
+    sandbox.run("scripts/setup.sh")
+    sandbox.add("srun", f"#!{shutil.which('bash')}\necho $PWD; printf '%s\\n' \"$@\"; exit 5\n")
+    status, out, err = sandbox.run("scripts/slurm.sh", "--config.data.path=a b", **job)
+    python, train = [".venv/bin/python", "-P", "-m", "experiments.train"], "--config.mesh.devices=12"
+    words = ["--kill-on-bad-exit=1", "--label", *python, train, "--config.data.path=a b"]
+    assert (status, out.splitlines(), err) == (5, [str(sandbox.root), *words], "")
