@@ -63,6 +63,27 @@ def from_main(what: str, value: Any) -> Any:
     )
 
 
+def gather(what: str, value: Any) -> list[Any]:
+    """Every host's value (anything JSON can hold), in the order of the hosts, on every host.
+
+    Args:
+      what: the value's name, for the error.
+
+    Raises:
+      UserError: a host did not give it within DEADLINE_S.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    client, number = compat.coordination_client(), next(_numbers)
+    client.key_value_set(f"fef/{number}/{jax.process_index()}", json.dumps(value))
+
+    def value_of(host: int) -> Any:
+        key = f"fef/{number}/{host}"
+        return _wait(f"host {host} gives {what}", lambda deadline_ms: client.blocking_key_value_get(key, deadline_ms))
+
+    return [json.loads(value_of(host)) for host in range(jax.process_count())]
+
+
 def check_same(values: dict[str, Any]) -> None:
     """Compares named values (anything JSON can hold) with those of host 0.
 

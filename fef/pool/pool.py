@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from fef import hosts
 from fef.config import PoolConfig
-from fef.pool import errors, native, rendezvous
+from fef.pool import errors, native, neighbours
 from fef.pool.table import ExpertTable
 
 _ERROR_BYTES = 512
@@ -46,7 +47,7 @@ class Pool:
         self.config = config or PoolConfig()
         self._library = native.library()
         self._tables: dict[str, int] = {}
-        transport = rendezvous.chosen_transport(self.config)
+        transport = neighbours.chosen_transport(self.config)
         self.incarnation: int = self._library.fef_pool_next_incarnation()
         if jax.process_count() == 1:
             self.transport = "local"
@@ -56,43 +57,45 @@ class Pool:
         atexit.register(self.close)  # JAX waits for its programs at exit: none of them may wait for the pool
 
     def _open(self, num_hosts: int, token: str) -> None:
-        hosts = np.array([[device.process_index for device in row] for row in self.mesh.devices], np.int32)
+        host_of_member = np.array([[device.process_index for device in row] for row in self.mesh.devices], np.int32)
+        groups, members = host_of_member.shape
         self._library.fef_pool_open(
-            hosts.shape[0], ctypes.c_double(self.config.deadline_s), ctypes.c_int64(_chaos_seed()), self.incarnation,
-            jax.process_index(), num_hosts, token.encode(), hosts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            hosts.shape[1], ctypes.c_int64(self.config.window_bytes),
+            groups, ctypes.c_double(self.config.deadline_s), ctypes.c_int64(_chaos_seed()), self.incarnation,
+            jax.process_index(), num_hosts, token.encode(),
+            host_of_member.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), members,
+            ctypes.c_int64(self.config.window_bytes),
         )  # fmt: skip
 
     def _meet(self, transport: str) -> str:
-        """Opens this host's part and connects it to those of the others; every process is here at the same time."""
-        me, error = jax.process_index(), ctypes.create_string_buffer(_ERROR_BYTES)
-        records = rendezvous.exchange(rendezvous.introduction(self.incarnation, transport))
-        rendezvous.check(records)
-        is_mapped = rendezvous.mapped_hosts(records, me, transport)
+        """Opens this host's part of the pool and connects it to the others'; returns how those are reached."""
+        me = jax.process_index()
+        records = hosts.gather("its introduction to the pool", neighbours.introduction(self.incarnation, transport))
+        neighbours.check(records)
+        is_mapped = neighbours.mapped_hosts(records, me, transport)
+        address = neighbours.own_address(records, me)
         self.incarnation = max(record["incarnation"] for record in records)
         self._open(len(records), records[0]["token"])
         port, name = ctypes.c_int32(), ctypes.create_string_buffer(_ERROR_BYTES)
-        code = self._library.fef_pool_listen(
-            self.incarnation, rendezvous.own_address(records, me).encode(), ctypes.byref(port), name, _ERROR_BYTES,
-            error, _ERROR_BYTES,
-        )  # fmt: skip
+        self._call("fef_pool_listen", address.encode(), ctypes.byref(port), name, _ERROR_BYTES)
+        own = {"address": address, "port": port.value, "unix_name": name.value.decode()}
+        ends = hosts.gather("the address of its pool", own)
+        texts, numbers = ctypes.c_char_p * len(ends), ctypes.c_int32 * len(ends)
+        self._call(
+            "fef_pool_connect",
+            texts(*(end["address"].encode() for end in ends)),
+            numbers(*(end["port"] for end in ends)),
+            texts(*(end["unix_name"].encode() for end in ends)),
+            numbers(*is_mapped),
+            len(ends),
+        )
+        return "+".join(sorted({"mmap" if mapped else "tcp" for host, mapped in enumerate(is_mapped) if host != me}))
+
+    def _call(self, name: str, *args: Any) -> None:
+        """Calls a function of the native library that can fail."""
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        code = getattr(self._library, name)(ctypes.c_int32(self.incarnation), *args, error, _ERROR_BYTES)
         if code:
             raise errors.from_native(code, error.value.decode())
-        own = {"address": rendezvous.own_address(records, me), "port": port.value, "unix": name.value.decode()}
-        ends = rendezvous.exchange(own)
-        num_hosts = len(ends)
-        code = self._library.fef_pool_connect(
-            self.incarnation,
-            (ctypes.c_char_p * num_hosts)(*(end["address"].encode() for end in ends)),
-            (ctypes.c_int32 * num_hosts)(*(end["port"] for end in ends)),
-            (ctypes.c_char_p * num_hosts)(*(end["unix"].encode() for end in ends)),
-            (ctypes.c_int32 * num_hosts)(*is_mapped),
-            num_hosts, error, _ERROR_BYTES,
-        )  # fmt: skip
-        if code:
-            raise errors.from_native(code, error.value.decode())
-        others = {("mmap" if mapped else "tcp") for host, mapped in enumerate(is_mapped) if host != me}
-        return "+".join(sorted(others))
 
     def __enter__(self) -> "Pool":
         _open_pools.append(self)
@@ -101,10 +104,8 @@ class Pool:
     def __exit__(self, exc_type: Any, error: BaseException | None, traceback: Any) -> None:
         _open_pools.remove(self)
         self._library.fef_pool_disarm(self.incarnation)
-        if error is None and jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            multihost_utils.sync_global_devices("fef.Pool")  # nobody goes while another still reads from it
+        if error is None:
+            hosts.barrier("have done with the pool")  # nobody goes while another still reads from it
         typed = None if error is None else errors.as_pool_error(error)
         self.close(grace_s=_GRACE_S if isinstance(typed, errors.PeerLostError) else self.config.deadline_s)
         if typed is not None:
@@ -162,16 +163,12 @@ class Pool:
     def _add_table(self, name: str, num_layers: int, experts: ExpertTable, block_elems: int, elem_bytes: int) -> int:
         ints = ctypes.POINTER(ctypes.c_int32)
         number = ctypes.c_int32()
-        error = ctypes.create_string_buffer(_ERROR_BYTES)
         home_E, local_E = experts.home_E, experts.local_E
-        code = self._library.fef_pool_add_table(
-            ctypes.c_int32(self.incarnation), name.encode(), num_layers, experts.num_experts, experts.num_members,
+        self._call(
+            "fef_pool_add_table", name.encode(), num_layers, experts.num_experts, experts.num_members,
             home_E.ctypes.data_as(ints), local_E.ctypes.data_as(ints), experts.per_member,
-            ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages,
-            ctypes.byref(number), error, _ERROR_BYTES,
+            ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages, ctypes.byref(number),
         )  # fmt: skip
-        if code:
-            raise errors.from_native(code, error.value.decode())
         return number.value
 
 

@@ -1,11 +1,10 @@
-"""How the hosts of a job find each other: a record of each, exchanged among JAX's processes, and who reaches whom how.
+"""Which hosts share a pool, whether they fit together, and who reaches whom how.
 
 A host is one JAX process. Hosts that share a kernel and a network namespace map each other's memory (mmap); others
 read over TCP (tcp). FEF_TRANSPORT, or config.pool.transport, forces one; FEF_FORCE_REMOTE=1 lets `auto` take every host
 for a remote one.
 """
 
-import json
 import os
 import pathlib
 import secrets
@@ -13,24 +12,11 @@ import socket
 from typing import Any
 
 import jax
-import numpy as np
 
 from fef.config import ConfigError, PoolConfig, UserError
 from fef.native import build
 
-_RECORD_BYTES = 4096
 TRANSPORTS = ("auto", "local", "mmap", "tcp")
-
-
-def exchange(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of all processes, in their order; every process calls it."""
-    from jax.experimental import multihost_utils
-
-    text = json.dumps(record).encode()
-    if len(text) > _RECORD_BYTES:
-        raise ValueError(f"a rendezvous record of {len(text)} bytes, at most {_RECORD_BYTES} fit")
-    padded = np.frombuffer(text.ljust(_RECORD_BYTES), np.uint8)
-    return [json.loads(bytes(row).decode()) for row in multihost_utils.process_allgather(padded)]
 
 
 def introduction(next_incarnation: int, transport: str) -> dict[str, Any]:
