@@ -125,7 +125,7 @@ class MoeConfig(Section):
 
     every: int = knob(1, "model", "experts in every n-th layer; 0 makes a dense model", ge=0)
     leading_dense: int = knob(0, "model", "layers at the start that stay dense, at most num_layers", ge=0)
-    num_experts: int = knob(16, "model", "E, experts per MoE layer", ge=1)
+    num_experts: int = knob(32, "model", "E, experts per MoE layer", ge=1)
     num_choices: int = knob(4, "model", "K, experts per token, at most E", ge=1)
     d_expert: int = knob(128, "model", "F, hidden width of one expert's SwiGLU", ge=1)
     num_shared: int = knob(
@@ -174,7 +174,7 @@ class OptimConfig(Section):
 
     name: str = knob("adamw", "model", "optimizer", choices=("adamw", "sgd"))
     learning_rate: float = knob(3e-3, "model", "peak learning rate", gt=0)
-    warmup_steps: int = knob(20, "model", "steps of linear warm-up", ge=0)
+    warmup_steps: int = knob(50, "model", "steps of linear warm-up", ge=0)
     decay_steps: int | None = knob(
         None, "model", "step at which the cosine reaches its floor; None means train.steps", ge=1
     )

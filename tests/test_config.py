@@ -84,7 +84,7 @@ def test_every_number_has_a_range_or_a_reason():
         ("model.head_dim", 33, "config.model.head_dim=33: rotary positions need an even"),
         ("model.dtype", "float16", "config.model.dtype='float16': must be one of float32, bfloat16"),
         ("model.vocab_size", 100, "config.model.vocab_size=100: must be >= 256"),
-        ("moe.num_choices", 17, "config.moe.num_choices=17: must be <= moe.num_experts=16"),
+        ("moe.num_choices", 33, "config.moe.num_choices=33: must be <= moe.num_experts=32"),
         ("moe.leading_dense", 5, "config.moe.leading_dense=5: must be <= model.num_layers=4"),
         ("moe.router", "topk", "config.moe.router='topk': unknown router 'topk'; nearest: top_k"),
         ("moe.router", "switch", "config.moe.num_choices=4: switch sends each token to one expert"),
@@ -94,7 +94,7 @@ def test_every_number_has_a_range_or_a_reason():
         ("data.batch_size", 18, "config.data.batch_size=18: .* = 4; nearest: 16"),
         ("data.heldout_fraction", 1.0, "config.data.heldout_fraction=1.0: must be >= 0 and < 1"),
         ("data.seed", 2**32, "config.data.seed=4294967296: must be >= 0 and < 4294967296"),
-        ("optim.decay_steps", 20, "config.optim.decay_steps=20: must be > optim.warmup_steps=20"),
+        ("optim.decay_steps", 50, "config.optim.decay_steps=50: must be > optim.warmup_steps=50"),
         ("optim.learning_rate", float("nan"), "config.optim.learning_rate=nan: must be a finite number"),
         ("optim.clip_norm", 0.0, r"config.optim.clip_norm=0.0: must be > 0 \(clip the global gradient norm"),
         ("train.steps", 0, "config.train.steps=0: must be >= 1"),
@@ -122,7 +122,7 @@ def test_record_and_replay_exclude_each_other():
 
 def test_good_unusual_values():
     fef.config.validate(changed(optim__learning_rate=1))
-    fef.config.validate(changed(optim__clip_norm=None, optim__decay_steps=21, model__head_dim=34, model__d_model=130))
+    fef.config.validate(changed(optim__clip_norm=None, optim__decay_steps=51, model__head_dim=34, model__d_model=130))
     fef.config.validate(changed(moe__every=0, moe__router="any", moe__dispatcher="any"))
 
 

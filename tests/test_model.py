@@ -110,7 +110,7 @@ def test_the_dense_config_has_the_active_parameters_of_the_tiny_one():
         stepper = Stepper(config, sharding.make_mesh(4))
         active.append(count_params(jax.eval_shape(stepper.init), config)[1])
     gates = tiny.get_config().model.num_layers * 128 * tiny.get_config().moe.num_experts
-    assert active[0] - active[1] == gates < 0.01 * active[0]
+    assert active[0] - active[1] == gates < 0.02 * active[0]
 
 
 # The whole function.

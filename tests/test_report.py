@@ -134,7 +134,7 @@ def test_a_finished_run_shows_its_figures(tmp_path):
         "1.23 M",
     ]:
         assert f"|{figure}|" in page.text, figure
-    assert "30 of 30 steps; finished; 4 devices; 16 experts, 4 a token; router top_k; dispatcher pooled" in page.text
+    assert "30 of 30 steps; finished; 4 devices; 32 experts, 4 a token; router top_k; dispatcher pooled" in page.text
     for title in ["Loss", "Gradient norm", "Learning rate", "MaxVio", "MoE layer 0", "MoE layer 1", "Bytes moved"]:
         assert title in page.text
     for part in [

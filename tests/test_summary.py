@@ -98,7 +98,7 @@ def test_start_line_says_what_runs_where():
     line = start_line(config, platform="cpu", hosts=1, **sizes)
     assert line == (
         "4 cpu devices (data 1 x expert 4); corpus 27.1 MB; parameters 3.46 M total, 1.23 M active; "
-        "16 experts, 4 a token; router top_k; dispatcher pooled"
+        "32 experts, 4 a token; router top_k; dispatcher pooled"
     )
     config.mesh.devices, config.mesh.data, config.moe.every = 8, 2, 0
     line = start_line(config, platform="gpu", hosts=2, **sizes)
