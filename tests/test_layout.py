@@ -50,6 +50,17 @@ def test_programs_do_not_import_each_other():
         assert path.name == "readme_tables.py" or used <= {"flags"}, f"{path} imports {used}"
 
 
+def test_only_one_file_uses_what_is_private_to_jax():
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("fef", "experiments", "configs")
+        for path in files(folder, ".py")
+        for name in imports(path)
+        if name.startswith(("jax._src", "jaxlib._"))
+    }
+    assert users == {"fef/compat.py"}
+
+
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import fef
