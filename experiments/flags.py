@@ -32,11 +32,13 @@ from ml_collections import config_flags
 import fef.dispatch
 import fef.routing
 from fef.config import TYPES, Config, UserError, allowed, flatten, freeze, validate, walk
+from fef.pool.errors import PeerLostError
 from fef.registry import Registry, load_file, scan
 from fef.rendezvous import Job
 from fef.startup import JOIN_TIMEOUT_S
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXIT_PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h, as in fef/native/liveness.h: start the job again
 Define = Callable[[flags.FlagValues], None]
 
 
@@ -61,11 +63,15 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         if not jax.distributed.is_initialized():
             raise
         lost = re.search(r"Gloo .*", str(error))  # XLA:CPU's connections
-        if lost:
+        if isinstance(error, PeerLostError):
+            print(f"error: host {jax.process_index()}: {error}", file=sys.stderr)
+            status = EXIT_PEER_LOST
+        elif lost:
             print(f"error: host {jax.process_index()} has lost another host: {lost[0]}", file=sys.stderr)
+            status = EXIT_PEER_LOST
         else:
             traceback.print_exc()
-        status = 1
+            status = 1
     if status and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -104,7 +104,9 @@ void Pool::OnLost(int host, const std::string& why, bool is_orderly) {
     ranks += (ranks.empty() ? "" : ",") + std::to_string(i % members);
     if (options_.groups > 1) ranks += " of group " + std::to_string(i / members);
   }
-  liveness_.OnDeath("host " + std::to_string(host) + " (rank " + ranks + ") is gone: " + why);
+  const std::string who = "host " + std::to_string(host) + " (rank " + ranks + ") is gone: " + why;
+  if (dead_.empty()) dead_ = who;
+  liveness_.OnDeath(who);
 }
 
 Domain* Pool::domain(int table, int group) {

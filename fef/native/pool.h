@@ -44,6 +44,11 @@ class Pool {
   int32_t NextVersion(int table);
   int32_t incarnation() const { return options_.membership.incarnation; }
   Liveness& liveness() { return liveness_; }
+  // The host that died first, and why; empty while none has.
+  std::string dead() {
+    std::lock_guard<std::mutex> lock(messages_mutex_);
+    return dead_;
+  }
 
  private:
   struct Waiting {
@@ -62,6 +67,7 @@ class Pool {
   std::mutex messages_mutex_;        // messages reach a domain in their order, those that came before the table first
   std::deque<Waiting> early_;        // for tables that this host has not made yet
   std::map<int, std::string> lost_;  // hosts, and why
+  std::string dead_;
   Liveness liveness_;
   Worker worker_;
   std::unique_ptr<Fabric> fabric_;   // ends first: its threads use all the above

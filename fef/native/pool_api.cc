@@ -56,6 +56,13 @@ int fef_pool_connect(int32_t incarnation, const char** addresses, const int32_t*
   return ToCode(fef::FindPool(incarnation)->Connect(endpoints, mapped), error, error_bytes);
 }
 
+// The host that died first and why, or nothing.
+void fef_pool_dead(int32_t incarnation, char* text, int text_bytes) {
+  const auto pool = fef::FindPool(incarnation);
+  std::strncpy(text, pool == nullptr ? "" : pool->dead().c_str(), text_bytes - 1);
+  text[text_bytes - 1] = 0;
+}
+
 // The error that leaves the pool is in hand: the process is not to be ended for it.
 void fef_pool_disarm(int32_t incarnation) {
   if (const auto pool = fef::FindPool(incarnation)) pool->liveness().Disarm();

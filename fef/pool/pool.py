@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from fef.pool.table import ExpertTable
 
 _ERROR_BYTES = 512
 _GRACE_S = 5.0
+_NOTICE_S = 2.0
 _open_pools: list["Pool"] = []
 
 
@@ -106,10 +108,20 @@ class Pool:
         self._library.fef_pool_disarm(self.incarnation)
         if error is None:
             hosts.barrier("have done with the pool")  # nobody goes while another still reads from it
-        typed = None if error is None else errors.as_pool_error(error)
+        typed = None if error is None else errors.as_pool_error(error) or self._peer_lost(error)
         self.close(grace_s=_GRACE_S if isinstance(typed, errors.PeerLostError) else self.config.deadline_s)
         if typed is not None:
             raise typed from error
+
+    def _peer_lost(self, error: BaseException) -> errors.PeerLostError | None:
+        """What a collective's failure means, when it means that a host has died."""
+        if "Gloo" not in str(error):
+            return None
+        text, end = ctypes.create_string_buffer(_ERROR_BYTES), time.monotonic() + _NOTICE_S
+        while not text.value and time.monotonic() < end:  # two connections break; this one may be the second
+            time.sleep(0.01)
+            self._library.fef_pool_dead(self.incarnation, text, _ERROR_BYTES)
+        return errors.PeerLostError(f"in a collective: {text.value.decode()}") if text.value else None
 
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Fails what is pending and frees the memory; closing twice is allowed.

@@ -1,0 +1,184 @@
+"""A pool over several processes: what each of them does when another one dies, stops or strays."""
+
+import os
+import pathlib
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).with_name("host_program.py")
+ROOT = PROGRAM.parents[2]
+TIMEOUT_S = 120
+
+
+class Host:
+    """A process, its lines as they come, and its end."""
+
+    def __init__(self, number, num_hosts, scenario, environment, deadline_s):
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), scenario, str(num_hosts), str(deadline_s)],
+            env=environment | {"FEF_PROCESS_ID": str(number)}, cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.lines: queue.Queue = queue.Queue()
+        self.err: list[str] = []
+        threads = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self.lines.put), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, self.err.append), daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        self.threads = threads
+
+    @staticmethod
+    def _read(stream, take):
+        for line in stream:
+            take(line.rstrip("\n"))
+
+    def wait_for(self, start):
+        """The first line that begins so."""
+        end = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                line = self.lines.get(timeout=max(end - time.monotonic(), 0.01))
+            except queue.Empty:
+                raise AssertionError(f"no line {start!r}; " + "\n".join(self.err)) from None
+            if line.startswith(start):
+                return line
+
+    def end(self):
+        """Exit status and what it said on stderr."""
+        status = self.process.wait(TIMEOUT_S)
+        for thread in self.threads:
+            thread.join(TIMEOUT_S)
+        return status, "\n".join(line for line in self.err if "[Gloo]" not in line)
+
+
+@pytest.fixture
+def start():
+    """Starts the hosts of a job; what runs at the end of the test is killed."""
+    started = []
+
+    def start(scenario, transport, num_hosts=2, deadline_s=60.0, **environment):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = os.environ | environment | {
+            "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": str(num_hosts), "FEF_TRANSPORT": transport,
+            "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        for number in range(num_hosts):
+            started.append(Host(number, num_hosts, scenario, environment, deadline_s))
+        return started[-num_hosts:]
+
+    yield start
+    for host in started:
+        host.process.kill()
+        host.process.wait()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mmap"])
+def test_a_host_that_is_killed_is_named_by_the_others(start, transport):
+    survivors = start("read_for_ever", transport, num_hosts=3)
+    assert survivors[0].wait_for("open").split()[1] == transport
+    for host in survivors:
+        host.wait_for("step")
+    victim = survivors.pop(1)
+    victim.process.kill()
+    for host in survivors:
+        status, err = host.end()
+        assert status == 75, err
+        assert re.search(r"host 1 \(rank 1\) is gone: its connection (was closed|broke)", err), err
+        assert "Traceback" not in err
+
+
+def tell(host):
+    host.process.stdin.write("go\n")
+    host.process.stdin.flush()
+
+
+BLOCK = r"get: table blocks, version \(\d+,3\), layer 1, expert 1: "
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mmap"])
+def test_a_read_from_a_dead_home_names_what_was_read(start, transport):
+    reader, home = start("read_what_was_not_fetched_ahead", transport)
+    for host in (reader, home):
+        host.wait_for("published")
+    home.process.kill()
+    home.process.wait()
+    tell(reader)
+    status, err = reader.end()
+    assert status == 75
+    assert re.search(BLOCK + r"host 1 \(rank 1\) is gone: its connection (was closed|broke)", err), err
+
+
+def test_a_read_from_a_host_that_is_silent_ends_at_the_deadline(start):
+    reader, home = start("read_what_was_not_fetched_ahead", "tcp", deadline_s=3.0)
+    for host in (reader, home):
+        host.wait_for("published")
+    home.process.send_signal(signal.SIGSTOP)
+    tell(reader)
+    status, err = reader.end()
+    assert status == 1
+    assert re.search(rf"PoolTimeoutError: {BLOCK}host 1 \(rank 1\) has not sent its 20000 bytes within 3 s", err), err
+
+
+def test_a_host_that_dies_while_another_is_in_a_collective(start):
+    waiting, victim = start("wait_in_a_collective", "tcp")
+    for host in (waiting, victim):
+        host.wait_for("waiting")
+    victim.process.kill()
+    status, err = waiting.end()
+    assert status == 75, err
+    assert re.search(r"host 1 \(rank 1\) is gone: its connection (was closed|broke)", err), err
+
+
+def test_a_host_that_is_stopped_and_wakes_is_waited_for(start):
+    reader, home = start("read_for_ever", "tcp")
+    for host in (reader, home):
+        host.wait_for("step")
+    home.process.send_signal(signal.SIGSTOP)
+    time.sleep(1)
+    home.process.send_signal(signal.SIGCONT)
+    while not reader.lines.empty():
+        reader.lines.get()
+    first = int(reader.wait_for("step").split()[1])
+    assert int(reader.wait_for("step").split()[1]) == first + 1
+
+
+def test_exit_with_reads_pending(start):
+    for host in start("leave_with_reads_pending", "tcp"):
+        host.wait_for("pending")
+        status, err = host.end()
+        assert status == 0, err
+
+
+def test_hosts_that_do_not_fit_are_refused_with_both_values(start):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    pair = [
+        Host(number, 2, "read_for_ever", environment | {"FEF_TRANSPORT": transport}, 60.0)
+        for number, transport in enumerate(("tcp", "mmap"))
+    ]
+    try:
+        for host in pair:
+            status, err = host.end()
+            assert status == 2
+            assert re.search(r"error: pool: transport 'tcp' on host 0 \(.*\), 'mmap' on host 1 \(.*\); give all", err)
+    finally:
+        for host in pair:
+            host.process.kill()
+            host.process.wait()
