@@ -63,12 +63,13 @@ def start(tmp_path_factory, tmp_path):
     environment |= {"PYTHONPATH": str(ROOT)}
     started = []
 
-    def start(folder, *words, **changes):
+    def start(folder, *words, transport="auto", **changes):
         settings = [f"--config.{key}={value}" for key, value in (SMALL | RUN | changes).items()]
         command = ["experiments.launch", "--hosts=2", "--", sys.executable, "-m", "experiments.train"]
         process = subprocess.Popen(
             [sys.executable, "-m", *command, f"--workdir={folder}", *settings, *words],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path, env=environment | {"FEF_TRANSPORT": transport}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)
         return process
@@ -118,6 +119,22 @@ def test_two_hosts_train_as_one_process_does_and_go_on_after_a_kill_and_from_eac
     for key in ("steps", "params_total", "params_active", "skipped_updates"):
         assert ours[key] == alone[key]
     assert not list((folder / "checkpoints").glob("*tmp*"))
+
+
+def test_the_pool_over_two_hosts_trains_as_one_process_does(start, tmp_path):
+    changes = {"train.steps": 15, "moe.dispatcher": "pooled", "model.num_layers": 2, "train.microbatches": 2}
+    for transport in ("tcp", "mmap"):
+        finish(start(tmp_path / transport, transport=transport, **changes))
+    run(tmp_path / "alone", **changes)
+    assert_same_run(tmp_path / "tcp", tmp_path / "alone")
+    for key in ("loss", "grad_norm", "load", "heldout_loss"):
+        rows, others = ([row.get(key) for row in rows_of(tmp_path / transport)] for transport in ("tcp", "mmap"))
+        assert rows == others, key
+    # A host fetches a block once for both of its members, who share what mapped members read one by one.
+    for row, other in zip(rows_of(tmp_path / "tcp"), rows_of(tmp_path / "mmap"), strict=True):
+        moved, mapped = row["bytes_by_purpose"], other["bytes_by_purpose"]
+        assert 0 < moved["weights"] <= mapped["weights"]
+        assert moved["gradients"] == mapped["gradients"] > 0
 
 
 def test_a_host_that_never_comes_is_named_with_the_address(tmp_path):
