@@ -81,7 +81,9 @@ def gather(what: str, value: Any) -> list[Any]:
         key = f"fef/{number}/{host}"
         return _wait(f"host {host} gives {what}", lambda deadline_ms: client.blocking_key_value_get(key, deadline_ms))
 
-    return [json.loads(value_of(host)) for host in range(jax.process_count())]
+    values = [json.loads(value_of(host)) for host in range(jax.process_count())]
+    barrier(f"have {what} of all")  # a host that ends because of what it has read may hold what the others read
+    return values
 
 
 def check_same(values: dict[str, Any]) -> None:

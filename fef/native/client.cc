@@ -185,12 +185,12 @@ void Client::Lose(int host, const std::string& why) {
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.requests.get(), nullptr);
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.replies.get(), nullptr);
   const Status status = Status::Error(Code::kPeerLost, "host ", host, " is gone: ", why);
+  if (!is_stopping_) finished_.emplace_back([this, host, why](const Status&) { on_lost_(host, why); }, status);
   for (auto& [ticket, request] : peer.queue) finished_.emplace_back(std::move(request.done), status);
   for (auto& [ticket, request] : peer.asked) finished_.emplace_back(std::move(request.done), status);
   peer.queue.clear();
   peer.asked.clear();
   peer.missing.clear();
-  if (!is_stopping_) finished_.emplace_back([this, host, why](const Status&) { on_lost_(host, why); }, status);
 }
 
 // Takes in what is there. False when the connection is at its end or makes no sense.

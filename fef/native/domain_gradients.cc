@@ -226,7 +226,10 @@ void Domain::TakeManifest(Stage& stage, int host, int stage_there, const std::st
     request.urgency = std::make_shared<std::atomic<int>>(1 + layer);
     request.done = [this, &stage](const Status& status) {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!status.ok() && failure_.ok()) failure_ = status;
+      if (!status.ok() && failure_.ok()) {
+        failure_ = Status::Error(status.code, "collect: table ", shape_.name, ", layer ", std::get<1>(*stage.key), ": ",
+                                 status.message);
+      }
       --stage.num_missing;
       if (status.ok() && NextToSum() != nullptr) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
       changed_.notify_all();

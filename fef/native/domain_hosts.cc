@@ -150,6 +150,9 @@ std::optional<Status> Domain::Readable(const Version& version, int layer, const 
   for (int expert : experts) {
     if (is_direct(shape_.home[expert])) continue;
     const CacheKey key{version.key(), layer, expert};
+    const std::string what = "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " +
+                             std::to_string(expert);
+    if (auto lost = Lost(host_of_expert(expert), what)) return lost;
     if (cache_.find(key) == cache_.end()) Fetch(state, version, layer, expert, kWanted);
     const Cached& cached = *cache_.at(key);
     if (cached.state == Cached::kFailed) return cached.status;

@@ -21,9 +21,9 @@ TIMEOUT_S = 120
 class Host:
     """A process, its lines as they come, and its end."""
 
-    def __init__(self, number, num_hosts, scenario, environment, deadline_s):
+    def __init__(self, number, devices, scenario, environment, deadline_s):
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), scenario, str(num_hosts), str(deadline_s)],
+            [sys.executable, str(PROGRAM), scenario, str(devices), str(deadline_s)],
             env=environment | {"FEF_PROCESS_ID": str(number)}, cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -66,16 +66,16 @@ def start():
     """Starts the hosts of a job; what runs at the end of the test is killed."""
     started = []
 
-    def start(scenario, transport, num_hosts=2, deadline_s=60.0, **environment):
+    def start(scenario, transport, num_hosts=2, devices_per_host=1, deadline_s=60.0):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | environment | {
+        environment = os.environ | {
             "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": str(num_hosts), "FEF_TRANSPORT": transport,
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         for number in range(num_hosts):
-            started.append(Host(number, num_hosts, scenario, environment, deadline_s))
+            started.append(Host(number, num_hosts * devices_per_host, scenario, environment, deadline_s))
         return started[-num_hosts:]
 
     yield start
@@ -155,7 +155,8 @@ def test_a_host_that_is_stopped_and_wakes_is_waited_for(start):
 
 
 def test_exit_with_reads_pending(start):
-    for host in start("leave_with_reads_pending", "tcp"):
+    # A program of one device may run within the call that starts it.
+    for host in start("leave_with_reads_pending", "tcp", devices_per_host=2):
         host.wait_for("pending")
         status, err = host.end()
         assert status == 0, err
