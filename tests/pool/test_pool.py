@@ -42,7 +42,8 @@ def test_memory_is_mapped_for_a_table_and_freed_at_the_end(mesh):
     before = segments(), sorted(pathlib.Path("/dev/shm").iterdir())
     with Pool(mesh) as pool:
         handle = table(pool)
-        assert segments() == [*before[0], "/memfd:fef-test-g0-r0 (deleted)", "/memfd:fef-test-g0-r1 (deleted)"]
+        parts = ("r0", "r1", "stages")
+        assert segments() == [*before[0], *(f"/memfd:fef-test-g0-{part} (deleted)" for part in parts)]
         jax.block_until_ready(programs.publish_all(mesh, handle, (W,)))
         assert sorted(pathlib.Path("/dev/shm").iterdir()) == before[1]
     assert segments() == before[0]
@@ -52,7 +53,8 @@ def test_memory_is_mapped_for_a_table_and_freed_at_the_end(mesh):
 def test_a_segment_for_each_member_and_group():
     with Pool(make_mesh(8, data=2)) as pool:
         pool.table("moe", 1, ExpertTable(3, 4), ((8,),), jnp.float32)
-        assert segments() == [f"/memfd:fef-moe-g{group}-r{rank} (deleted)" for group in range(2) for rank in range(4)]
+        parts = ("r0", "r1", "r2", "r3", "stages")  # of each member its slots, of the host the gradients on their way
+        assert segments() == [f"/memfd:fef-moe-g{group}-{part} (deleted)" for group in range(2) for part in parts]
 
 
 def test_tables_are_made_once(mesh):
@@ -136,7 +138,7 @@ def test_bad_environment(mesh, monkeypatch, variable, value):
         Pool(mesh)
     assert len(str(caught.value).splitlines()) == 1
     if variable == "FEF_TRANSPORT":
-        assert isinstance(caught.value, ConfigError) and "use auto or local" in str(caught.value)
+        assert isinstance(caught.value, ConfigError) and "must be one of auto, local, mmap, tcp" in str(caught.value)
 
 
 def test_transport_is_recorded(mesh, monkeypatch):
