@@ -22,9 +22,10 @@ import fef
 from experiments.flags import run
 from fef import hosts
 from fef.config import PoolConfig
+from fef.ops.read_ledger import read_ledger
 from fef.ops.release import release
 from fef.pool.table import ExpertTable
-from fef.sharding import AXES, TOKENS, island
+from fef.sharding import AXES, REPLICATED, TOKENS, island, named
 
 ELEMS, LAYERS = 5000, 2
 
@@ -107,6 +108,34 @@ def leave_with_reads_pending(mesh, pool):
     say("pending")
     hosts.barrier("have left reads pending")
     sys.exit(0)
+
+
+def count_bytes(mesh, pool):
+    """Steps that move blocks of 1 MiB and gradients of the same size, and what the ledger says of this host."""
+    elems, steps, members = 1 << 18, 20, mesh.size
+    handle = pool.table("blocks", LAYERS, ExpertTable(members, members), ((elems,),), jnp.float32)
+    ids = np.tile(np.arange(members, dtype=np.int32), (members, 1))
+
+    def count(version_M4, after):
+        return read_ledger(version_M4[0], after, LAYERS, members)[0][None]
+
+    @jax.jit
+    def step(w_LPD):
+        def loss(w_LPD):
+            published = programs.publish_all(mesh, handle, (w_LPD,))
+            x_MD = jnp.ones((members, elems))
+            for layer in range(LAYERS):
+                x_MD = programs.get_layer(mesh, published, layer, x_MD, ids, members)
+            return (x_MD**2).mean(), published[0]
+
+        (_, version_M4), d_LPD = jax.value_and_grad(loss, has_aux=True)(w_LPD)
+        after = jnp.sum(d_LPD)
+        return island(mesh, count, (TOKENS, REPLICATED), TOKENS)(version_M4, after)
+
+    w_LPD = jax.jit(lambda: jnp.ones((LAYERS, members, elems)), out_shardings=named(mesh, programs.LAYERS_FIRST))()
+    moved_Q = sum(step(w_LPD).addressable_data(0)[0].sum((0, 2)) for _ in range(steps))
+    hosts.barrier("have moved all")
+    say("moved", *moved_Q)
 
 
 def main(argv):

@@ -1,9 +1,11 @@
 """A pool over several processes: what each of them does when another one dies, stops or strays."""
 
+import json
 import os
 import pathlib
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +14,8 @@ import threading
 import time
 
 import pytest
+
+from fef.pool.ledger import PURPOSES
 
 PROGRAM = pathlib.Path(__file__).with_name("host_program.py")
 ROOT = PROGRAM.parents[2]
@@ -183,3 +187,28 @@ def test_hosts_that_do_not_fit_are_refused_with_both_values(start):
         for host in pair:
             host.process.kill()
             host.process.wait()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="needs root, and the programs ip and tc",
+)
+def test_the_ledger_counts_what_the_interfaces_count(tmp_path):
+    command = [sys.executable, str(PROGRAM), "count_bytes", "2", "60"]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.launch", "--hosts=2", "--lab=leaves=1,nic=500mbit",
+         f"--json={tmp_path}/bytes.json", "--", *command],
+        cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps, layers, block_bytes = 20, 2, 1 << 20
+    assert re.findall(r"^h\d\| open (\w+)", done.stdout, re.M) == ["tcp", "tcp"]
+    for host in range(2):
+        moved = dict(zip(PURPOSES, re.search(rf"^h{host}\| moved (.*)$", done.stdout, re.M)[1].split(), strict=True))
+        blocks = str(steps * layers)  # the other member's, each step, in each layer
+        assert moved == dict.fromkeys(PURPOSES, "0") | {"weights": blocks, "gradients": blocks}
+    payload = 2 * steps * layers * block_bytes
+    for row in json.loads((tmp_path / "bytes.json").read_text()):
+        for direction in ("sent_bytes", "received_bytes"):
+            assert 1 < row[direction] / payload < 1.08, row
