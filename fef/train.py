@@ -24,7 +24,7 @@ from fef.flops import train_flops_per_token
 from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
 from fef.pool.ledger import PURPOSES, bytes_by_purpose
-from fef.pool.pool import Pool
+from fef.pool.pool import Pool, current
 from fef.report import write_report
 from fef.sample import sample
 from fef.step import Stepper, TrainState, count_params, is_expert
@@ -67,7 +67,7 @@ def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | N
     for notice in corpus.notices:
         say(notice)
     with contextlib.ExitStack() as stack:
-        if config.moe.every and config.moe.dispatcher == "pooled":
+        if _is_pooled(config):
             stack.enter_context(Pool(mesh, config.pool))
         training = Training(config, folder, corpus, mesh, stack)
         training.resume(changes)
@@ -346,6 +346,7 @@ class Training:
             "params_active": active,
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
+            "transport": current().transport if _is_pooled(self.config) else None,
             "commit": provenance.commit(),
             "versions": provenance.versions(),
             "run_fields_changed": [[row["key"], row["old"], row["new"]] for row in changed],
@@ -385,6 +386,10 @@ def _finished(folder: pathlib.Path, config: Config) -> dict[str, Any] | None:
         return None
     summary = json.loads(path.read_text())
     return summary if summary["steps"] >= config.train.steps else None
+
+
+def _is_pooled(config: Config) -> bool:
+    return bool(config.moe.every) and config.moe.dispatcher == "pooled"
 
 
 def _check_platform(config: Config) -> None:

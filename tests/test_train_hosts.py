@@ -125,6 +125,7 @@ def test_the_pool_over_two_hosts_trains_as_one_process_does(start, tmp_path):
     changes = {"train.steps": 15, "moe.dispatcher": "pooled", "model.num_layers": 2, "train.microbatches": 2}
     for transport in ("tcp", "mmap"):
         finish(start(tmp_path / transport, transport=transport, **changes))
+        assert json.loads((tmp_path / transport / "summary.json").read_text())["transport"] == transport
     run(tmp_path / "alone", **changes)
     assert_same_run(tmp_path / "tcp", tmp_path / "alone")
     for key in ("loss", "grad_norm", "load", "heldout_loss"):
