@@ -106,8 +106,9 @@ void Client::Read(int host, ReadRequest request) {
       request.what.host = membership_.me;
       request.what.ticket = ticket;
       request.what.offset = 0;
-      peer.missing[ticket] = request.num_bytes;
-      peer.queue.emplace_back(ticket, std::move(request));
+      const uint64_t num_bytes = request.num_bytes;
+      peer.reads.emplace(ticket, Peer::Read{std::move(request), num_bytes});
+      peer.queue.push_back(ticket);
     } else {
       finished_.emplace_back(std::move(request.done), Status::Error(Code::kPeerLost, "host ", host, " is gone"));
     }
@@ -118,18 +119,16 @@ void Client::Read(int host, ReadRequest request) {
 // Asks for the next chunks of the most urgent reads, as far as the window goes, and writes what is to be written.
 void Client::Pump(int host, Peer& peer) {
   while (!peer.is_lost && !peer.queue.empty() && peer.in_flight < window_bytes_) {
-    auto next = std::min_element(peer.queue.begin(), peer.queue.end(), [](const auto& a, const auto& b) {
-      return a.second.urgency->load(std::memory_order_relaxed) < b.second.urgency->load(std::memory_order_relaxed);
-    });
-    ReadRequest& request = next->second;
+    auto urgency = [&](uint64_t ticket) { return peer.reads.at(ticket).request.urgency->load(std::memory_order_relaxed); };
+    const auto next = std::min_element(peer.queue.begin(), peer.queue.end(),
+                                       [&](uint64_t a, uint64_t b) { return urgency(a) < urgency(b); });
+    ReadRequest& request = peer.reads.at(*next).request;
     Message& what = request.what;
     what.length = uint32_t(std::min<uint64_t>(kChunkBytes, request.num_bytes - what.offset));
     peer.out.Add(ToBytes(what));
     peer.in_flight += what.length;
     what.offset += what.length;
-    if (what.offset < request.num_bytes) continue;
-    peer.asked.emplace(next->first, std::move(request));
-    peer.queue.erase(next);
+    if (what.offset == request.num_bytes) peer.queue.erase(next);
   }
   if (!peer.is_lost && !peer.out.Flush(peer.requests.get())) Lose(host, "its connection broke");
 }
@@ -186,11 +185,9 @@ void Client::Lose(int host, const std::string& why) {
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.replies.get(), nullptr);
   const Status status = Status::Error(Code::kPeerLost, "host ", host, " is gone: ", why);
   if (!is_stopping_) finished_.emplace_back([this, host, why](const Status&) { on_lost_(host, why); }, status);
-  for (auto& [ticket, request] : peer.queue) finished_.emplace_back(std::move(request.done), status);
-  for (auto& [ticket, request] : peer.asked) finished_.emplace_back(std::move(request.done), status);
+  for (auto& [ticket, read] : peer.reads) finished_.emplace_back(std::move(read.request.done), status);
+  peer.reads.clear();
   peer.queue.clear();
-  peer.asked.clear();
-  peer.missing.clear();
 }
 
 // Takes in what is there. False when the connection is at its end or makes no sense.
@@ -237,14 +234,11 @@ void Client::Begin(Peer& peer) {
   peer.payload_left = answer.payload_bytes;
   peer.payload_to = nullptr;
   if (answer.code != 0) return;
-  const ReadRequest* request = nullptr;
-  if (const auto found = peer.asked.find(answer.ticket); found != peer.asked.end()) request = &found->second;
-  for (const auto& [ticket, queued] : peer.queue) {
-    if (ticket == answer.ticket) request = &queued;
-  }
-  const bool fits = request != nullptr && answer.payload_bytes == answer.length &&
-                    answer.offset + answer.length <= request->num_bytes;
-  if (fits) peer.payload_to = request->destination + answer.offset;
+  const auto found = peer.reads.find(answer.ticket);
+  if (found == peer.reads.end()) return;  // of a read that failed before
+  const ReadRequest& request = found->second.request;
+  const bool fits = answer.payload_bytes == answer.length && answer.offset + answer.length <= request.num_bytes;
+  if (fits) peer.payload_to = request.destination + answer.offset;
 }
 
 void Client::Finish(Peer& peer) {
@@ -253,27 +247,19 @@ void Client::Finish(Peer& peer) {
   const std::string text = std::move(peer.in);
   peer.in.clear();
   peer.payload_to = nullptr;
-  const auto missing = peer.missing.find(answer.ticket);
-  if (missing == peer.missing.end()) return;  // of a read that failed before
+  const auto found = peer.reads.find(answer.ticket);
+  if (found == peer.reads.end()) return;
+  Peer::Read& read = found->second;
   Status status = Status::Ok();
   if (answer.code != 0) {
     status = {Code(answer.code), text};
   } else {
-    missing->second -= std::min<uint64_t>(missing->second, answer.length);
-    if (missing->second > 0) return;
+    read.missing -= std::min<uint64_t>(read.missing, answer.length);
+    if (read.missing > 0) return;
   }
-  peer.missing.erase(missing);
-  if (const auto found = peer.asked.find(answer.ticket); found != peer.asked.end()) {
-    finished_.emplace_back(std::move(found->second.done), status);
-    peer.asked.erase(found);
-    return;
-  }
-  for (auto it = peer.queue.begin(); it != peer.queue.end(); ++it) {
-    if (it->first != answer.ticket) continue;
-    finished_.emplace_back(std::move(it->second.done), status);
-    peer.queue.erase(it);
-    return;
-  }
+  finished_.emplace_back(std::move(read.request.done), status);
+  peer.reads.erase(found);
+  peer.queue.remove(answer.ticket);  // it is still there if the read has failed
 }
 
 }  // namespace fef

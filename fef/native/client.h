@@ -50,9 +50,12 @@ class Client {
     Descriptor requests, replies;
     Outbox out;
     bool is_lost = false;
-    std::list<std::pair<uint64_t, ReadRequest>> queue;  // ticket, not wholly asked for
-    std::map<uint64_t, ReadRequest> asked;              // wholly asked for, not wholly here
-    std::map<uint64_t, uint64_t> missing;               // ticket -> bytes not here
+    struct Read {
+      ReadRequest request;
+      uint64_t missing;  // bytes that are not here
+    };
+    std::map<uint64_t, Read> reads;  // by ticket, not wholly here
+    std::list<uint64_t> queue;       // of these, the tickets that are not wholly asked for, in their order
     uint64_t in_flight = 0;
     std::string in;  // of an answer: the message, then a text
     Message answer;

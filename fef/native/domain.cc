@@ -273,10 +273,7 @@ Status Domain::Read(const Version& version, int rank, int layer, int expert, Lea
   VersionState* state;
   if (Status status = FindVersion(version, "get", &state); !status.ok()) return status;
   const int home = shape_.home[expert];
-  if (auto lost = Lost(host_of_rank_[home], "get: " + Where(version) + ", layer " + std::to_string(layer) +
-                                                ", expert " + std::to_string(expert))) {
-    return *lost;
-  }
+  if (const int host = host_of_rank_[home]; !lost_[host].empty()) return refuse(Code::kPeerLost, ": ", Gone(host));
   char& was_read = state->was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
   if (!is_direct(home)) {
     const auto cached = cache_.find({version.key(), layer, expert});
@@ -332,7 +329,9 @@ std::optional<Status> Domain::Published(const Version& version, const std::vecto
   }
   for (int expert : experts) {
     if (it->second.published >> shape_.home[expert] & 1) continue;
-    return Lost(host_of_expert(expert), DescribeUnpublished(version));
+    const int host = host_of_expert(expert);
+    if (lost_[host].empty()) return std::nullopt;
+    return Status::Error(Code::kPeerLost, DescribeUnpublished(version), ": ", Gone(host));
   }
   return Status::Ok();
 }

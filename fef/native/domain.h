@@ -252,12 +252,13 @@ class Domain {
   Stage* StageOf(const StageKey& key, int use);
   uint32_t LeasesOn(const SlotHeader& head) const;
   Message About(Kind kind, const Version& version) const;
-  std::optional<Status> Lost(int host, const std::string& what) const;
-  std::optional<Status> AnyLost(const std::string& what) const;
+  Message About(Kind kind, const Stage& stage) const;
+  std::string Gone(int host) const;
+  int FirstLost() const;
   void Announce(Kind kind, const Version& version, int rank);
   void SendSegment(int rank, const MemorySegment& segment);
   void Fetch(VersionState& state, const Version& version, int layer, int expert, int urgency);
-  void Prefetch(const Version& version, int rank);
+  void FetchAhead(const Version& version, int rank);
   void DropUnused();
   std::string Where(const Version& version) const;
   std::string Ranks(uint64_t bits) const;

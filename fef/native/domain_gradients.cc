@@ -26,7 +26,9 @@ std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, in
     return Status::Error(Code::kInvalidArgument, "accumulate: ", Where(version), ", layer ", layer,
                          " is out of range: the table has ", shape_.layers);
   }
-  if (auto lost = AnyLost("accumulate: " + Where(version) + ", layer " + std::to_string(layer))) return lost;
+  if (const int lost = FirstLost(); lost >= 0) {
+    return Status::Error(Code::kPeerLost, "accumulate: ", Where(version), ", layer ", layer, ": ", Gone(lost));
+  }
   const StageKey key{version.key(), layer, version.microbatch};
   Stage* chosen = nullptr;
   for (Stage& candidate : stages_) {
@@ -178,9 +180,7 @@ void Domain::Tell(Stage& stage, const std::vector<int>& first_source) {
       TakeManifest(stage, me_, index, payload);
       continue;
     }
-    Message message = About(Kind::kManifest, {incarnation_, int32_t(uint32_t(version_key)), microbatch});
-    message.layer = layer;
-    message.use = stage.use;
+    Message message = About(Kind::kManifest, stage);
     message.stage = index;
     neighbourhood_.fabric->Send(host, message, payload);
   }
@@ -188,7 +188,7 @@ void Domain::Tell(Stage& stage, const std::vector<int>& first_source) {
 
 // Notes where the sums of a host lie, and fetches those that cannot be mapped.
 void Domain::TakeManifest(Stage& stage, int host, int stage_there, const std::string& payload) {
-  const auto& [version_key, layer, microbatch] = *stage.key;
+  const int layer = std::get<1>(*stage.key);
   const int num_sources = num_members_of(host);
   for (size_t at = 0; at + sizeof(ManifestEntry) <= payload.size(); at += sizeof(ManifestEntry)) {
     ManifestEntry entry;
@@ -215,9 +215,7 @@ void Domain::TakeManifest(Stage& stage, int host, int stage_there, const std::st
     stage.sums[host][entry.expert] = stage.fetched.back().get();
     ++stage.num_missing;
     ReadRequest request;
-    request.what = About(Kind::kRead, {incarnation_, int32_t(uint32_t(version_key)), microbatch});
-    request.what.layer = layer;
-    request.what.use = stage.use;
+    request.what = About(Kind::kRead, stage);
     request.what.rank = entry.source;
     request.what.expert = entry.expert;
     request.what.stage = stage_there;
@@ -265,10 +263,7 @@ void Domain::SumReady(Executor& executor) {
     stage->is_summing = false;
     stage->is_summed = true;
     stage->taken |= 1ull << me_;
-    const auto& [version_key, layer, microbatch] = *stage->key;
-    Message message = About(Kind::kSummed, {incarnation_, int32_t(uint32_t(version_key)), microbatch});
-    message.layer = layer;
-    message.use = stage->use;
+    const Message message = About(Kind::kSummed, *stage);
     for (int host : hosts_) {
       if (host != me_) neighbourhood_.fabric->Send(host, message);
     }
@@ -373,7 +368,9 @@ std::optional<Status> Domain::AllClosed(const Version& version) {
     return !stage.key || std::get<0>(*stage.key) != version.key() || stage.is_summed;
   });
   if (state->closed == all_ranks() && is_summed) return Status::Ok();
-  return AnyLost(DescribeUnclosed(version));
+  const int lost = FirstLost();
+  if (lost < 0) return std::nullopt;
+  return Status::Error(Code::kPeerLost, DescribeUnclosed(version), ": ", Gone(lost));
 }
 
 std::string Domain::DescribeUnclosed(const Version& version) const {

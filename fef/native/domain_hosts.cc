@@ -23,6 +23,14 @@ Message Domain::About(Kind kind, const Version& version) const {
   return message;
 }
 
+Message Domain::About(Kind kind, const Stage& stage) const {
+  const auto& [version_key, layer, microbatch] = *stage.key;
+  Message message = About(kind, {incarnation_, int32_t(uint32_t(version_key)), microbatch});
+  message.layer = layer;
+  message.use = stage.use;
+  return message;
+}
+
 void Domain::Announce(Kind kind, const Version& version, int rank) {
   Message message = About(kind, version);
   message.rank = rank;
@@ -47,16 +55,12 @@ std::string Domain::Place(int host) const {
   return "host " + std::to_string(host) + " (rank " + Ranks(ranks) + ")";
 }
 
-std::optional<Status> Domain::Lost(int host, const std::string& what) const {
-  if (lost_[host].empty()) return std::nullopt;
-  return Status::Error(Code::kPeerLost, what, ": ", Place(host), " is gone: ", lost_[host]);
-}
+std::string Domain::Gone(int host) const { return Place(host) + " is gone: " + lost_[host]; }
 
-std::optional<Status> Domain::AnyLost(const std::string& what) const {
-  for (int host : hosts_) {
-    if (auto lost = Lost(host, what)) return lost;
-  }
-  return std::nullopt;
+// A host of this group that is gone, or -1.
+int Domain::FirstLost() const {
+  const auto found = std::find_if(hosts_.begin(), hosts_.end(), [&](int host) { return !lost_[host].empty(); });
+  return found == hosts_.end() ? -1 : *found;
 }
 
 void Domain::OnLost(int host, const std::string& why) {
@@ -79,7 +83,7 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
     return;
   } else if (message.kind == Kind::kPublished && is_member) {
     CreateVersion(version).published |= 1ull << message.rank;
-    Prefetch(version, message.rank);
+    FetchAhead(version, message.rank);
   } else if (message.kind == Kind::kClosed && is_member) {
     VersionState& state = CreateVersion(version);
     state.closed |= 1ull << message.rank;
@@ -150,9 +154,10 @@ std::optional<Status> Domain::Readable(const Version& version, int layer, const 
   for (int expert : experts) {
     if (is_direct(shape_.home[expert])) continue;
     const CacheKey key{version.key(), layer, expert};
-    const std::string what = "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " +
-                             std::to_string(expert);
-    if (auto lost = Lost(host_of_expert(expert), what)) return lost;
+    if (const int host = host_of_expert(expert); !lost_[host].empty()) {
+      return Status::Error(Code::kPeerLost, "get: ", Where(version), ", layer ", layer, ", expert ", expert, ": ",
+                           Gone(host));
+    }
     if (cache_.find(key) == cache_.end()) Fetch(state, version, layer, expert, kWanted);
     const Cached& cached = *cache_.at(key);
     if (cached.state == Cached::kFailed) return cached.status;
@@ -193,7 +198,7 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
 }
 
 // Asks at once for what this host's members used of the member last time, the layers in the order of their need.
-void Domain::Prefetch(const Version& version, int rank) {
+void Domain::FetchAhead(const Version& version, int rank) {
   if (local_ranks_.empty() || is_direct(rank)) return;
   VersionState& state = versions_.at(version.key());
   for (int layer = 0; layer < shape_.layers; ++layer) {

@@ -387,12 +387,13 @@ ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints 
                                    table.name, " has ", table.experts));
   }
   const int layer_number = *layer.typed_data();
+  const std::vector<int> experts = ExpertsWithRows(rows);
   return AwaitToken(
       place, layer_number, kWaitPublished, token,
-      [domain = place.domain, version = place.version, layer_number, experts = ExpertsWithRows(rows)] {
+      [domain = place.domain, version = place.version, layer_number, experts] {
         return domain->Readable(version, layer_number, experts);
       },
-      [domain = place.domain, version = place.version, layer_number, experts = ExpertsWithRows(rows)] {
+      [domain = place.domain, version = place.version, layer_number, experts] {
         return domain->DescribeUnreadable(version, layer_number, experts);
       });
 }

@@ -44,6 +44,7 @@ class Pool {
   int32_t NextVersion(int table);
   int32_t incarnation() const { return options_.membership.incarnation; }
   Liveness& liveness() { return liveness_; }
+  int64_t num_refused() const { return fabric_->num_refused(); }  // connections, with several hosts
   // The host that died first, and why; empty while none has.
   std::string dead() {
     std::lock_guard<std::mutex> lock(messages_mutex_);

@@ -48,6 +48,26 @@ socklen_t ToUnixAddress(const std::string& name, sockaddr_un* result) {
   return socklen_t(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
+// `move(done)` is recv or send, behind the bytes that are done.
+template <typename Move>
+Status MoveAll(int socket, short event, size_t num_bytes, double deadline_s, const Move& move) {
+  const auto end = In(deadline_s);
+  for (size_t done = 0; done < num_bytes;) {
+    const ssize_t moved = move(done);
+    if (moved == 0) return Status::Error(Code::kPeerLost, "the connection was closed");
+    if (moved > 0) {
+      done += size_t(moved);
+      continue;
+    }
+    if (errno != EAGAIN && errno != EINTR) return SystemError("the connection broke");
+    pollfd ready{socket, event, 0};
+    if (poll(&ready, 1, MilliLeft(end)) == 0) {
+      return Status::Error(Code::kDeadlineExceeded, "no answer within ", deadline_s, " s");
+    }
+  }
+  return Status::Ok();
+}
+
 void SendAtOnce(int socket) {
   const int one = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one));
@@ -124,42 +144,14 @@ Status ConnectUnix(const std::string& name, Descriptor* result) {
 }
 
 Status ReadAll(int socket, void* data, size_t num_bytes, double deadline_s) {
-  const auto end = In(deadline_s);
-  char* at = static_cast<char*>(data);
-  while (num_bytes > 0) {
-    const ssize_t got = recv(socket, at, num_bytes, 0);
-    if (got == 0) return Status::Error(Code::kPeerLost, "the connection was closed");
-    if (got > 0) {
-      at += got;
-      num_bytes -= size_t(got);
-      continue;
-    }
-    if (errno != EAGAIN && errno != EINTR) return SystemError("receiving");
-    pollfd ready{socket, POLLIN, 0};
-    if (poll(&ready, 1, MilliLeft(end)) == 0) {
-      return Status::Error(Code::kDeadlineExceeded, "no answer within ", deadline_s, " s");
-    }
-  }
-  return Status::Ok();
+  return MoveAll(socket, POLLIN, num_bytes, deadline_s,
+                 [&](size_t done) { return recv(socket, static_cast<char*>(data) + done, num_bytes - done, 0); });
 }
 
 Status WriteAll(int socket, const void* data, size_t num_bytes, double deadline_s) {
-  const auto end = In(deadline_s);
-  const char* at = static_cast<const char*>(data);
-  while (num_bytes > 0) {
-    const ssize_t sent = send(socket, at, num_bytes, MSG_NOSIGNAL);
-    if (sent >= 0) {
-      at += sent;
-      num_bytes -= size_t(sent);
-      continue;
-    }
-    if (errno != EAGAIN && errno != EINTR) return SystemError("sending");
-    pollfd ready{socket, POLLOUT, 0};
-    if (poll(&ready, 1, MilliLeft(end)) == 0) {
-      return Status::Error(Code::kDeadlineExceeded, "nothing was taken within ", deadline_s, " s");
-    }
-  }
-  return Status::Ok();
+  return MoveAll(socket, POLLOUT, num_bytes, deadline_s, [&](size_t done) {
+    return send(socket, static_cast<const char*>(data) + done, num_bytes - done, MSG_NOSIGNAL);
+  });
 }
 
 void Outbox::Add(std::string bytes, int fd) {

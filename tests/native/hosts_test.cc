@@ -169,6 +169,7 @@ void TestStrangers() {
   std::string bytes = fef::ToBytes(huge);
   std::memcpy(&bytes[offsetof(fef::Message, payload_bytes)], "\xff\xff\xff\xff", 4);
   say(bytes);
+  Check(job.hosts[0]->num_refused() == 4, std::to_string(job.hosts[0]->num_refused()) + " were refused");
   CheckOk(Publish(job.of(0), At(1), 0, 1), "Publish");
   CheckOk(Wait(job.of(1), [&] { return job.of(1).Readable(At(1), 0, {0}); }), "the others are served all the same");
 }
