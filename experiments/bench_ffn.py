@@ -65,10 +65,11 @@ def main(argv: list[str]) -> None:
     unknown = set(values.routings) - {"random", "skewed"}
     if unknown:
         raise UserError(f"--routings={unknown.pop()}: choose random or skewed")
+    setting = {"commit": provenance.commit(), "versions": provenance.versions()}
     rows = []
     for shape in shapes:
         for routing in values.routings:
-            rows += _bench(*shape, routing, values.implementations, values.repeats)
+            rows += _bench(*shape, routing, values.implementations, values.repeats, setting)
     print(_table(rows))
     if values.json:
         pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -82,7 +83,13 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def _bench(
-    d_model: int, d_ff: int, num_experts: int, routing: str, implementations: list[str], repeats: int
+    d_model: int,
+    d_ff: int,
+    num_experts: int,
+    routing: str,
+    implementations: list[str],
+    repeats: int,
+    setting: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """Rows of the result for one shape and routing."""
     rng = np.random.default_rng(0)
@@ -119,8 +126,7 @@ def _bench(
                     "ratio": float(np.median(wall / dense_wall)),
                     "cpu_ratio": float(np.median(cpu / dense_cpu)),
                     "repeats": repeats,
-                    "commit": provenance.commit(),
-                    "versions": provenance.versions(),
+                    **setting,
                     "num_cores": os.cpu_count(),
                     "pjrt_nproc": int(os.environ["PJRT_NPROC"]),
                 }

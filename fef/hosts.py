@@ -15,6 +15,7 @@ from fef import compat
 from fef.config import UserError
 
 DEADLINE_S = 120.0
+own_address: str | None = None  # this host's, on the way to the others; fef.startup learns it when it connects
 _numbers = itertools.count()
 
 

@@ -92,10 +92,11 @@ def _job_from_environment(timeout_s: float) -> Job | None:
 def _connect(job: Job, timeout_s: float) -> None:
     import jax
 
-    from fef import compat
+    from fef import compat, hosts
     from fef.rendezvous import meet
 
-    compat.let_gloo_listen_at(meet(job, timeout_s))
+    hosts.own_address = meet(job, timeout_s)
+    compat.let_gloo_listen_at(hosts.own_address)
     # Ours are connections between hosts of one network, never through a proxy for the web.
     skipped = [os.environ.get("no_grpc_proxy", ""), job.address[0]]
     os.environ["no_grpc_proxy"] = ",".join(filter(None, skipped))

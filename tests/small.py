@@ -7,6 +7,7 @@ programs compiled before are taken from a folder. Both change speed only. (More 
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,13 @@ def fast_compilation(tmp_path_factory):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+def quick_environment(tmp_path_factory) -> dict[str, str]:
+    """The environment of a program that a test starts, with the same folder of programs and as little optimisation."""
+    compiling = {name.upper(): str(value) for name, value in COMPILING.items()}
+    folder = tmp_path_factory.getbasetemp() / "compiled_programs"
+    return os.environ | compiling | {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
 
 
 def small_config(changes: dict[str, Any] | None = None) -> Config:

@@ -12,11 +12,10 @@ import sys
 import time
 
 import pytest
+from needs import needs_lab
 
 ROOT = pathlib.Path(__file__).parent.parent
 NETLAB = ROOT / "scripts/netlab.sh"
-HAS_TOOLS = all(shutil.which(tool) for tool in ("ip", "tc", "unshare"))
-needs_root = pytest.mark.skipif(os.geteuid() != 0 or not HAS_TOOLS, reason="needs root, and the programs ip and tc")
 PAYLOAD = 1_000_000
 
 
@@ -79,7 +78,7 @@ def counters(lab):
     return {port: (int(received), int(sent)) for port, received, sent in rows}
 
 
-@needs_root
+@needs_lab
 def test_hosts_talk_over_leaf_and_spine_and_every_frame_is_counted(lab):
     assert lab("exec", "2", "hostname") == f"{lab.prefix}-h2\n"
     routes = lab("exec", "2", "ip", "route").splitlines()
@@ -101,7 +100,7 @@ def test_hosts_talk_over_leaf_and_spine_and_every_frame_is_counted(lab):
     assert after["up0"][1] - middle["up0"][1] >= least
 
 
-@needs_root
+@needs_lab
 def test_down_ends_what_runs_there_and_both_may_be_repeated():
     lab = Lab(N="2", LEAVES="1")
     try:
@@ -118,7 +117,7 @@ def test_down_ends_what_runs_there_and_both_may_be_repeated():
     assert not lab.left()
 
 
-@needs_root
+@needs_lab
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_launch_counts_the_labs_bytes_and_takes_it_down_however_it_ends(number, tmp_path):
     command = [sys.executable, "-m", "experiments.launch", "--hosts=2", "--lab=leaves=1,nic=100mbit"]

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -15,7 +14,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from small import COMPILING, ROOT, SMALL, assert_equal, fast_compilation, small_config  # noqa: F401
+from small import ROOT, SMALL, assert_equal, fast_compilation, quick_environment, small_config  # noqa: F401
 
 import fef.train
 from experiments import flags
@@ -385,9 +384,7 @@ def command(folder, *words):
 
 @pytest.fixture
 def environment(tmp_path_factory):
-    compiling = {name.upper(): str(value) for name, value in COMPILING.items()}
-    folder = tmp_path_factory.getbasetemp() / "compiled_programs"
-    return os.environ | compiling | {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
+    return quick_environment(tmp_path_factory)
 
 
 def test_a_killed_run_started_again_equals_one_that_was_not_killed(tmp_path, environment):

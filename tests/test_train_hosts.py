@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from small import COMPILING, ROOT, SMALL, fast_compilation, small_config  # noqa: F401
+from small import ROOT, SMALL, fast_compilation, quick_environment, small_config  # noqa: F401
 
 import fef.train
 
@@ -57,10 +57,7 @@ def assert_same_run(folder, other):
 @pytest.fixture
 def start(tmp_path_factory, tmp_path):
     """Starts experiments.train on two hosts; what runs at the end of the test is killed."""
-    compiling = {name.upper(): str(value) for name, value in COMPILING.items()}
-    cache = tmp_path_factory.getbasetemp() / "compiled_programs"
-    environment = os.environ | compiling | {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu"}
-    environment |= {"PYTHONPATH": str(ROOT)}
+    environment = quick_environment(tmp_path_factory) | {"PYTHONPATH": str(ROOT)}
     started = []
 
     def start(folder, *words, transport="auto", **changes):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from fef import hosts
 from fef.config import ConfigError, PoolConfig, UserError
 from fef.native import build
 
@@ -72,27 +73,15 @@ def mapped_hosts(records: list[dict[str, Any]], me: int, transport: str) -> list
     return [not is_remote and is_here for is_here in here]
 
 
-def own_address(records: list[dict[str, Any]], me: int) -> str:
-    """The IPv4 address at which the other hosts find this one: FEF_ADDRESS, or what its name resolves to.
+def own_address() -> str:
+    """The IPv4 address at which the other hosts find this one: FEF_ADDRESS, or that by which the hosts have met.
 
     Raises:
-      UserError: the name does not resolve, or resolves to this machine only although other hosts are elsewhere.
+      UserError: neither is known, since not fef has connected this process to its job.
     """
-    if address := os.environ.get("FEF_ADDRESS"):
-        return address
-    if all(
-        record["network"] == records[me]["network"] and record["kernel"] == records[me]["kernel"] for record in records
-    ):
-        return "127.0.0.1"
-    name = records[me]["name"]
-    try:
-        address = socket.gethostbyname(name)
-    except OSError as error:
-        raise UserError(f"pool: the host name {name} does not resolve ({error}); set FEF_ADDRESS to its IPv4") from None
-    if address.startswith("127."):
-        raise UserError(
-            f"pool: the host name {name} resolves to {address}, which other hosts cannot reach; set FEF_ADDRESS"
-        )
+    address = os.environ.get("FEF_ADDRESS") or hosts.own_address
+    if not address:
+        raise UserError("pool: this host's address is not known; call fef.startup.prepare, or set FEF_ADDRESS")
     return address
 
 

@@ -74,7 +74,7 @@ class Pool:
         records = hosts.gather("its introduction to the pool", neighbours.introduction(self.incarnation, transport))
         neighbours.check(records)
         is_mapped = neighbours.mapped_hosts(records, me, transport)
-        address = neighbours.own_address(records, me)
+        address = neighbours.own_address()
         self.incarnation = max(record["incarnation"] for record in records)
         self._open(len(records), records[0]["token"])
         port, name = ctypes.c_int32(), ctypes.create_string_buffer(_ERROR_BYTES)

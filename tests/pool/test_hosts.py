@@ -5,7 +5,6 @@ import os
 import pathlib
 import queue
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import threading
 import time
 
 import pytest
+from needs import needs_lab
 
 from fef.pool.ledger import PURPOSES
 
@@ -67,19 +67,20 @@ class Host:
 
 @pytest.fixture
 def start():
-    """Starts the hosts of a job; what runs at the end of the test is killed."""
+    """Starts the hosts of a job, with one transport or each its own; what runs at the end of the test is killed."""
     started = []
 
-    def start(scenario, transport, num_hosts=2, devices_per_host=1, deadline_s=60.0):
+    def start(scenario, *transports, num_hosts=2, devices_per_host=1, deadline_s=60.0):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = os.environ | {
-            "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": str(num_hosts), "FEF_TRANSPORT": transport,
+            "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": str(num_hosts),
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         for number in range(num_hosts):
-            started.append(Host(number, num_hosts * devices_per_host, scenario, environment, deadline_s))
+            own = environment | {"FEF_TRANSPORT": transports[number % len(transports)]}
+            started.append(Host(number, num_hosts * devices_per_host, scenario, own, deadline_s))
         return started[-num_hosts:]
 
     yield start
@@ -167,32 +168,13 @@ def test_exit_with_reads_pending(start):
 
 
 def test_hosts_that_do_not_fit_are_refused_with_both_values(start):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
-    pair = [
-        Host(number, 2, "read_for_ever", environment | {"FEF_TRANSPORT": transport}, 60.0)
-        for number, transport in enumerate(("tcp", "mmap"))
-    ]
-    try:
-        for host in pair:
-            status, err = host.end()
-            assert status == 2
-            assert re.search(r"error: pool: transport 'tcp' on host 0 \(.*\), 'mmap' on host 1 \(.*\); give all", err)
-    finally:
-        for host in pair:
-            host.process.kill()
-            host.process.wait()
+    for host in start("read_for_ever", "tcp", "mmap"):
+        status, err = host.end()
+        assert status == 2
+        assert re.search(r"error: pool: transport 'tcp' on host 0 \(.*\), 'mmap' on host 1 \(.*\); give all", err)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
-    reason="needs root, and the programs ip and tc",
-)
+@needs_lab
 def test_the_ledger_counts_what_the_interfaces_count(tmp_path):
     command = [sys.executable, str(PROGRAM), "count_bytes", "2", "60"]
     done = subprocess.run(
