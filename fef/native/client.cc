@@ -13,9 +13,15 @@
 
 namespace fef {
 
-Client::Client(Membership membership, uint32_t window_bytes, std::function<void(int, const std::string&)> on_lost)
+namespace {
+
+constexpr auto kSilence = std::chrono::seconds(1);  // after which a host no longer keeps others from being asked
+
+}  // namespace
+
+Client::Client(Membership membership, Window window, std::function<void(int, const std::string&)> on_lost)
     : membership_(std::move(membership)),
-      window_bytes_(std::max(window_bytes, kChunkBytes)),
+      window_(window),
       on_lost_(std::move(on_lost)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
@@ -116,28 +122,52 @@ void Client::Read(int host, ReadRequest request) {
   Wake();
 }
 
-// Asks for the next chunks of the most urgent reads, as far as the window goes, and writes what is to be written.
-void Client::Pump(int host, Peer& peer) {
-  while (!peer.is_lost && !peer.queue.empty() && peer.in_flight < window_bytes_) {
-    auto urgency = [&](uint64_t ticket) { return peer.reads.at(ticket).request.urgency->load(std::memory_order_relaxed); };
-    const auto next = std::min_element(peer.queue.begin(), peer.queue.end(),
-                                       [&](uint64_t a, uint64_t b) { return urgency(a) < urgency(b); });
-    ReadRequest& request = peer.reads.at(*next).request;
+// Asks for the next chunks of the most urgent reads, whichever host has them, as far as the windows go.
+void Client::Ask() {
+  for (uint64_t in_flight = InFlight(); in_flight < window_.total_bytes;) {
+    Peer* chosen = nullptr;
+    std::list<uint64_t>::iterator chosen_ticket;
+    std::pair<int, uint64_t> first;  // urgency, ticket
+    for (auto& [host, peer] : peers_) {
+      if (peer.is_lost || peer.in_flight >= window_.host_bytes) continue;
+      for (auto ticket = peer.queue.begin(); ticket != peer.queue.end(); ++ticket) {
+        const int urgency = peer.reads.at(*ticket).request.urgency->load(std::memory_order_relaxed);
+        if (chosen != nullptr && first <= std::pair(urgency, *ticket)) continue;
+        first = {urgency, *ticket};
+        chosen = &peer;
+        chosen_ticket = ticket;
+      }
+    }
+    if (chosen == nullptr) return;
+    ReadRequest& request = chosen->reads.at(*chosen_ticket).request;
     Message& what = request.what;
     what.length = uint32_t(std::min<uint64_t>(kChunkBytes, request.num_bytes - what.offset));
-    peer.out.Add(ToBytes(what));
-    peer.in_flight += what.length;
+    chosen->out.Add(ToBytes(what));
+    if (chosen->in_flight == 0) chosen->heard = Clock::now();
+    chosen->in_flight += what.length;
+    in_flight += what.length;
     what.offset += what.length;
-    if (what.offset == request.num_bytes) peer.queue.erase(next);
+    if (what.offset == request.num_bytes) chosen->queue.erase(chosen_ticket);
   }
+}
+
+uint64_t Client::InFlight() const {
+  uint64_t in_flight = 0;
+  for (const auto& [host, peer] : peers_) in_flight += Clock::now() - peer.heard < kSilence ? peer.in_flight : 0;
+  return in_flight;
+}
+
+void Client::Flush(int host, Peer& peer) {
   if (!peer.is_lost && !peer.out.Flush(peer.requests.get())) Lose(host, "its connection broke");
 }
 
 void Client::Run() {
+  using namespace std::chrono_literals;
   epoll_event events[64];
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    for (auto& [host, peer] : peers_) Pump(host, peer);
+    Ask();
+    for (auto& [host, peer] : peers_) Flush(host, peer);
     auto finished = std::move(finished_);
     finished_.clear();
     if (!finished.empty()) {
@@ -147,8 +177,9 @@ void Client::Run() {
       continue;
     }
     if (is_stopping_) break;
+    const bool is_asking = std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return p.second.in_flight > 0; });
     lock.unlock();
-    const int num_events = epoll_wait(epoll_.get(), events, 64, -1);
+    const int num_events = epoll_wait(epoll_.get(), events, 64, is_asking ? int(kSilence / 1ms) : -1);
     lock.lock();
     for (int i = 0; i < num_events; ++i) {
       if (events[i].data.u64 == UINT64_MAX) {
@@ -188,6 +219,7 @@ void Client::Lose(int host, const std::string& why) {
   for (auto& [ticket, read] : peer.reads) finished_.emplace_back(std::move(read.request.done), status);
   peer.reads.clear();
   peer.queue.clear();
+  peer.in_flight = 0;
 }
 
 // Takes in what is there. False when the connection is at its end or makes no sense.
@@ -223,7 +255,8 @@ bool Client::Receive(int host, Peer& peer) {
       Begin(peer);
       if (peer.payload_left == 0) Finish(peer);
     }
-    Pump(host, peer);
+    Ask();
+    for (auto& [other, waiting] : peers_) Flush(other, waiting);
     if (peer.is_lost) return true;
   }
 }
@@ -244,6 +277,7 @@ void Client::Begin(Peer& peer) {
 void Client::Finish(Peer& peer) {
   const Message& answer = peer.answer;
   peer.in_flight -= std::min<uint64_t>(peer.in_flight, answer.length);
+  peer.heard = Clock::now();
   const std::string text = std::move(peer.in);
   peer.in.clear();
   peer.payload_to = nullptr;
