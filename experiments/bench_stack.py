@@ -4,10 +4,10 @@ Command:  python -m experiments.launch --hosts=4 --lab=leaves=1,nic=100mbit -- p
 Hardware: CPU, one device per host; meant for a machine that does nothing else. The lab needs root.
 Time:     6 to 8 minutes as it stands; a step of all_to_all takes 20 s.
 
-A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx too) and an SGD step of the experts, under
-assignments that are given (`fef.testing.workloads`). Expert matmuls take modelled device time: a layer with the mean
-number of rows takes `--layer_s`, a third of it forward, and leaves the CPU to the network; `--values` computes them
-too, else a stand-in shows whether every row has met its expert. All dispatchers take turns, step by step.
+A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx too) and an SGD step of the experts,
+under assignments that are given (`fef.testing.workloads`). Expert matmuls take modelled device time: a layer with the
+mean number of rows takes `--layer_s`, a third of it forward, and leaves the CPU to the network; `--values` computes
+them too, else a stand-in shows whether every row has met its expert. All dispatchers take turns, step by step.
 
 Utilisation is the modelled time of the mean rows by the time of the step. `floor` is the larger of that modelled time
 and of this dispatcher's bytes of the busiest member at the link's rate (`--nic`). `wait` is the time for which the
@@ -36,7 +36,7 @@ from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
 from fef.ops.device import Device
-from fef.pool.ledger import TOKENS, Units
+from fef.pool.ledger import TOKENS, WAITS, Units
 from fef.pool.pool import Pool
 from fef.pool.table import ExpertTable
 from fef.registry import scan
@@ -90,6 +90,7 @@ def main(argv: list[str]) -> None:
                 hosts.say(f"step {number}: {name} {one.times_s[-1] * 1e3:,.0f} ms, loss {one.losses[-1]:.7f}")
         rows = [_row(one, stacks[values.dispatchers[0]], values, pool.transport) for one in stacks.values()]
     hosts.say(table(rows))
+    hosts.say(str([r["waits_ms"] for r in rows]))
     if values.json and hosts.is_main():
         pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -114,11 +115,8 @@ class Stack:
         fields = ("token_N", "expert_N", "weight_N", "valid_N")
         arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
         self.assigned = sharding.place(arrays, named(mesh, sharding.TOKENS))
-        shardings = named(mesh, EXPERTS), None
-        self._step = jax.jit(self._train, donate_argnums=0, out_shardings=shardings).lower(
-            self.experts, self.x_TD, self.assigned
-        )
-        self._step = self._step.compile()
+        step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
+        self._step = step.lower(self.experts, self.x_TD, self.assigned).compile()
         self.losses: list[float] = []
         self.times_s: list[float] = []
         self.moved_MLQP = self.waits_us_MLW = np.zeros(0)
@@ -188,6 +186,7 @@ def _row(one: Stack, first: Stack, values: flags.FlagValues, transport: str) -> 
         "steps_ms": [t * 1e3 for t in one.times_s],
         "utilisation": compute_s / step_s,
         "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
+        "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
         "bytes": int(sent_M.max()),
         "compute_ms": compute_s * 1e3,
         "wire_ms": wire_s * 1e3,

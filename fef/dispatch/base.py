@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from fef import sharding
 from fef.config import Section
 from fef.experts import Experts
+from fef.ops.device import REAL, Device
 from fef.ops.permute import Order
 from fef.pool import ledger
 from fef.pool.table import ExpertTable
-from fef.ops.device import REAL, Device
 from fef.routing import Assignment
 
 

@@ -2,8 +2,10 @@
 #ifndef FEF_DEVICE_H_
 #define FEF_DEVICE_H_
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 
 namespace fef {
 
@@ -19,6 +21,25 @@ struct Device {
     return std::chrono::nanoseconds(int64_t(seconds * 1e9));
   }
 };
+
+// One device does one thing at a time.
+class DeviceQueue {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  // When work is done that could begin at `ready`.
+  Time Add(Time ready, std::chrono::nanoseconds length) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return free_at_ = std::max(free_at_, ready) + length;
+  }
+
+ private:
+  std::mutex mutex_;
+  Time free_at_;
+};
+
+// Of a device of this process.
+DeviceQueue& QueueOf(int32_t device_ordinal);
 
 }  // namespace fef
 

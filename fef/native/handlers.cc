@@ -152,13 +152,14 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::F32>>());
 
 // y, clock, rows and expert of each segment -> y, once the device would have it: a GEMM for each expert.
-ffi::Future DeviceFinishHandler(ffi::AnyBuffer y, ffi::BufferR0<ffi::F32> clock, Ints rows, Ints expert,
+ffi::Future DeviceFinishHandler(int32_t ordinal, ffi::AnyBuffer y, ffi::BufferR0<ffi::F32> clock, Ints rows, Ints expert,
                                 ffi::Result<ffi::AnyBuffer> out, double flops_per_row, double flops, double half_rows) {
   PassOn(y, out);
   std::map<int32_t, int64_t> rows_of_expert;
   for (size_t i = 0; i < rows.element_count(); ++i) rows_of_expert[expert.typed_data()[i]] += rows.typed_data()[i];
-  Task::Clock::time_point end = DeviceClocks().Started(*clock.typed_data());
-  for (const auto& [id, count] : rows_of_expert) end += Device{flops, half_rows, true}.Time(count, flops_per_row);
+  std::chrono::nanoseconds length{0};
+  for (const auto& [id, count] : rows_of_expert) length += Device{flops, half_rows, true}.Time(count, flops_per_row);
+  const auto end = QueueOf(ordinal).Add(DeviceClocks().Started(*clock.typed_data()), length);
   ffi::Promise promise;
   ffi::Future future(promise);
   std::thread([end, promise]() mutable {
@@ -169,6 +170,7 @@ ffi::Future DeviceFinishHandler(ffi::AnyBuffer y, ffi::BufferR0<ffi::F32> clock,
 }
 XLA_FFI_DEFINE_HANDLER(kDeviceFinish, DeviceFinishHandler,
                        ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::BufferR0<ffi::F32>>()
                            .Arg<Ints>()
@@ -427,8 +429,8 @@ ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> t
 XLA_FFI_DEFINE_HANDLER(kRelease, ReleaseHandler,
                        ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
 
-FfnCall MakeFfnCall(const Place& place, ffi::RunId run, const Scalar& layer, const Floats& x_ND, const Floats& g_NF,
-                    const Ints& rows_E, const Device& device) {
+FfnCall MakeFfnCall(const Place& place, ffi::RunId run, int32_t ordinal, const Scalar& layer, const Floats& x_ND,
+                    const Floats& g_NF, const Ints& rows_E, const Device& device) {
   FfnCall call;
   call.domain = place.domain;
   call.version = place.version;
@@ -436,6 +438,7 @@ FfnCall MakeFfnCall(const Place& place, ffi::RunId run, const Scalar& layer, con
   call.rank = place.rank;
   call.layer = *layer.typed_data();
   call.device = device;
+  call.queue = &QueueOf(ordinal);
   call.num_rows = x_ND.dimensions()[0];
   call.d_model = x_ND.dimensions()[1];
   call.d_expert = g_NF.dimensions()[1];
@@ -445,18 +448,19 @@ FfnCall MakeFfnCall(const Place& place, ffi::RunId run, const Scalar& layer, con
 }
 
 // chain, x_ND, rows_E -> y_ND, g_NF, u_NF.
-ffi::Future PooledFfnHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token,
-                             Floats x, Ints rows, ffi::Result<Floats> y, ffi::Result<Floats> g, ffi::Result<Floats> u,
-                             double flops, double half_rows, bool has_values) {
+ffi::Future PooledFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
+                             Scalar layer, Token, Floats x, Ints rows, ffi::Result<Floats> y, ffi::Result<Floats> g,
+                             ffi::Result<Floats> u, double flops, double half_rows, bool has_values) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
-  const FfnCall call = MakeFfnCall(place, run, layer, x, *g, rows, {flops, half_rows, has_values});
+  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, *g, rows, {flops, half_rows, has_values});
   return Start(place, pool, PooledFfn(call, x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Arg<Ints>()
                            .Arg<Ints>()
                            .Arg<Scalar>()
@@ -471,13 +475,14 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
                            .Attr<bool>("has_values"));
 
 // chain, dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
-ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, Scalar layer,
-                                     Token, Floats dy, Floats x, Floats g, Floats u, Ints rows, ffi::Result<Floats> dx,
-                                     ffi::Result<Token> token, double flops, double half_rows, bool has_values) {
+ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
+                                     Scalar layer, Token, Floats dy, Floats x, Floats g, Floats u, Ints rows,
+                                     ffi::Result<Floats> dx, ffi::Result<Token> token, double flops, double half_rows,
+                                     bool has_values) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   *token->typed_data() = 0.0f;
-  const FfnCall call = MakeFfnCall(place, run, layer, x, g, rows, {flops, half_rows, has_values});
+  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, g, rows, {flops, half_rows, has_values});
   return Start(place, pool, PooledFfnBackward(call, dy.typed_data(), x.typed_data(), g.typed_data(), u.typed_data(),
                                               dx->typed_data()));
 }
@@ -485,6 +490,7 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Arg<Ints>()
                            .Arg<Ints>()
                            .Arg<Scalar>()

@@ -81,7 +81,10 @@ class FfnTask : public Task {
 
   // The device is busy with them from when it is free.
   void Charge(const std::vector<RowSegment>& segments, double flops_per_row) {
-    for (const RowSegment& segment : segments) free_at_ += call_.device.Time(segment.num_rows, flops_per_row);
+    if (!call_.device.is_modelled()) return;
+    std::chrono::nanoseconds length{0};
+    for (const RowSegment& segment : segments) length += call_.device.Time(segment.num_rows, flops_per_row);
+    free_at_ = call_.queue->Add(free_at_, length);
   }
 
   void ZeroTail(int64_t width, float* out) const {

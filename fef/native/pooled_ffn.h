@@ -24,6 +24,7 @@ struct FfnCall {
   int rank = 0;
   int layer = 0;
   Device device;
+  DeviceQueue* queue = nullptr;
   int64_t num_rows = 0;           // N
   int64_t d_model = 0;            // D
   int64_t d_expert = 0;           // F
