@@ -2,12 +2,13 @@
 
 Command:  python -m experiments.launch --hosts=4 --lab=leaves=1,nic=100mbit -- python -m experiments.bench_stack
 Hardware: CPU, one device per host; meant for a machine that does nothing else. The lab needs root.
-Time:     6 to 8 minutes as it stands; a step of all_to_all takes 20 s.
+Time:     a quarter of an hour as it stands; the longest step takes 20 s.
 
 A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx too) and an SGD step of the experts,
-under assignments that are given (`fef.testing.workloads`). Expert matmuls take modelled device time: a layer with the
-mean number of rows takes `--layer_s`, a third of it forward, and leaves the CPU to the network; `--values` computes
-them too, else a stand-in shows whether every row has met its expert. All dispatchers take turns, step by step.
+under assignments that are given (`fef.testing.workloads`). Expert matmuls take modelled device time and leave the CPU
+to the network; `--values` computes them too, else a stand-in shows whether every row has met its expert. Each of
+`--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a third of it
+forward. All dispatchers take turns, step by step.
 
 Utilisation is the modelled time of the mean rows by the time of the step. `floor` is the larger of that modelled time
 and of this dispatcher's bytes of the busiest member at the link's rate (`--nic`). `wait` is the time for which the
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tqdm
 from absl import flags
 from jax.sharding import Mesh
 
@@ -42,7 +44,6 @@ from fef.pool.table import ExpertTable
 from fef.registry import scan
 from fef.routing import Assignment
 from fef.sharding import EXPERTS, REPLICATED, island, named
-from fef.summary import bytes_text
 from fef.testing.workloads import WORKLOADS, workload
 
 WARM_UP_STEPS = 2
@@ -56,15 +57,16 @@ def define(values: flags.FlagValues) -> None:
         "what is compared: NAME or NAME:option=value",
         flag_values=values,
     )
+    flags.DEFINE_list(
+        "cells", ["8192:1.85", "4096:1.9", "1024:0.475", "512:0.237"], "T:SECONDS of each", flag_values=values
+    )
     flags.DEFINE_enum("workload", "balanced", list(WORKLOADS), "which experts the tokens choose", flag_values=values)
     flags.DEFINE_integer("members", 4, "R, devices over all hosts", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("tokens", 8192, "T, tokens of a member", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("layers", 2, "L", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("experts", 8, "E", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("choices", 2, "K", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("d_model", 256, "D", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("d_expert", 341, "F; with D = 256 a block has 1 MiB", lower_bound=1, flag_values=values)
-    flags.DEFINE_float("layer_s", 1.85, "modelled time of a layer, forward and backward, seconds", flag_values=values)
     flags.DEFINE_float("half_rows", 0.0, "rows at which a GEMM has half of its rate", flag_values=values)
     flags.DEFINE_bool("values", False, "compute the matmuls too", flag_values=values)
     flags.DEFINE_float("nic", 100.0, "rate of a host's link for the floor, Mbit/s", flag_values=values)
@@ -74,8 +76,7 @@ def define(values: flags.FlagValues) -> None:
 
 def main(argv: list[str]) -> None:
     values = parse_flags(argv, define, doc=__doc__ or "")
-    if values.layer_s <= 0:
-        raise UserError(f"--layer_s={values.layer_s}: must be > 0")
+    cells = [_cell(text) for text in values.cells]
     jax.config.update("jax_platforms", "cpu")
     pool_config = PoolConfig()
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)
@@ -83,26 +84,40 @@ def main(argv: list[str]) -> None:
     mesh = sharding.make_mesh(values.members)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(Pool(mesh, pool_config))
-        stacks = {name: Stack(name, values, mesh) for name in dict.fromkeys(values.dispatchers)}
-        for number in range(WARM_UP_STEPS + values.steps):
-            for name, one in stacks.items():
-                one.step()
-                hosts.say(f"step {number}: {name} {one.times_s[-1] * 1e3:,.0f} ms, loss {one.losses[-1]:.7f}")
-        rows = [_row(one, stacks[values.dispatchers[0]], values, pool.transport) for one in stacks.values()]
+        rows = []
+        for cell in cells:
+            stacks = [Stack(name, cell, values, mesh) for name in dict.fromkeys(values.dispatchers)]
+            turns = [one for _ in range(WARM_UP_STEPS + values.steps) for one in stacks]
+            with tqdm.tqdm(turns, desc=f"T={cell[0]}", unit="step", disable=None if hosts.is_main() else True) as bar:
+                for one in bar:
+                    one.step()
+                    bar.set_postfix_str(f"{one.name} {one.times_s[-1] * 1e3:,.0f} ms")
+            rows += [_row(one, stacks[0], pool.transport) for one in stacks]
     hosts.say(table(rows))
-    hosts.say(str([r["waits_ms"] for r in rows]))
     if values.json and hosts.is_main():
         pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
-class Stack:
-    """The layers under one dispatcher, and what its steps gave."""
+def _cell(text: str) -> tuple[int, float]:
+    tokens, _, seconds = text.partition(":")
+    try:
+        cell = int(tokens), float(seconds)
+    except ValueError:
+        cell = (0, 0.0)
+    if cell[0] < 1 or not 0 < cell[1] < float("inf"):
+        raise UserError(f"--cells: {text!r}: write T:SECONDS, such as 4096:1.9")
+    return cell
 
-    def __init__(self, name: str, values: flags.FlagValues, mesh: Mesh):
+
+class Stack:
+    """The layers of one cell under one dispatcher, and what its steps gave."""
+
+    def __init__(self, name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh):
         self.name, self.values, self.mesh = name, values, mesh
-        self.dispatcher = _dispatcher(name, values, mesh)
+        self.tokens, self.layer_s = cell
+        self.dispatcher = _dispatcher(name, cell, values, mesh)
         key = jax.random.key(0)
-        shape = (values.members * values.tokens, values.d_model)
+        shape = (values.members * self.tokens, values.d_model)
 
         def init() -> list[Experts]:
             keys = jax.random.split(key, values.layers)
@@ -110,7 +125,7 @@ class Stack:
 
         self.experts = jax.jit(init, out_shardings=named(mesh, EXPERTS))()
         self.x_TD = jax.jit(lambda: jax.random.normal(key, shape), out_shardings=named(mesh, sharding.TOKENS))()
-        of_members = workload(values.workload, values.members, values.tokens, values.experts, values.choices)
+        of_members = workload(values.workload, values.members, self.tokens, values.experts, values.choices)
         self.num_choices = of_members.num_choices
         fields = ("token_N", "expert_N", "weight_N", "valid_N")
         arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
@@ -161,7 +176,7 @@ class Stack:
         return island(self.mesh, member, specs, (sharding.TOKENS, sharding.TOKENS))(experts, x_TD, assigned)
 
 
-def _dispatcher(name: str, values: flags.FlagValues, mesh: Mesh) -> Dispatcher:
+def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh) -> Dispatcher:
     registered, _, option = name.partition(":")
     kind = DISPATCHERS.get(registered)
     if not kind.models_device:
@@ -169,19 +184,22 @@ def _dispatcher(name: str, values: flags.FlagValues, mesh: Mesh) -> Dispatcher:
     kind.check_platform("cpu")
     key, _, value = option.partition("=")
     options = kind.Options(**{key: value}) if option else kind.Options()
-    flops = 18.0 * values.d_model * values.d_expert * values.tokens * values.choices / values.layer_s
+    flops = 18.0 * values.d_model * values.d_expert * cell[0] * values.choices / cell[1]
     device = Device(flops, values.half_rows, values.values)
     return kind(mesh, ExpertTable(values.experts, sharding.num_members(mesh)), device=device, options=options)
 
 
-def _row(one: Stack, first: Stack, values: flags.FlagValues, transport: str) -> dict[str, Any]:
+def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
+    values = one.values
     units = one.dispatcher.units.for_shapes(values.d_model, values.d_expert)
     sent_M = _bytes_received(one, units)
     step_s = float(np.median(one.times_s[WARM_UP_STEPS:]))
-    compute_s = values.layers * values.layer_s
+    compute_s = values.layers * one.layer_s
     wire_s = float(sent_M.max()) * 8 / (values.nic * 1e6)
     return {
         "dispatcher": one.name,
+        "tokens": one.tokens,
+        "layer_s": one.layer_s,
         "step_ms": step_s * 1e3,
         "steps_ms": [t * 1e3 for t in one.times_s],
         "utilisation": compute_s / step_s,
@@ -202,8 +220,7 @@ def _row(one: Stack, first: Stack, values: flags.FlagValues, transport: str) -> 
 
 
 _SETTING = (
-    "workload", "members", "tokens", "layers", "experts", "choices", "d_model", "d_expert", "layer_s", "half_rows",
-    "values", "nic", "steps",
+    "workload", "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
 )  # fmt: skip
 
 
@@ -228,20 +245,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: what was run and a line for each dispatcher."""
     first, setting = rows[0], rows[0]["flags"]
     lines = [
-        f"{first['hosts']} hosts, T={setting['tokens']:,}, L={setting['layers']}, E={setting['experts']}, "
-        f"K={setting['choices']}, D={setting['d_model']}, F={setting['d_expert']}, {setting['workload']}; modelled "
-        f"{setting['layer_s']:g} s per layer; link {setting['nic']:g} Mbit/s; pool over {first['transport']}; "
-        f"median of {setting['steps']} steps; commit {first['commit']}.",
+        f"{first['hosts']} hosts, {setting['members']} members, L={setting['layers']}, E={setting['experts']}, "
+        f"K={setting['choices']}, D={setting['d_model']}, F={setting['d_expert']}, {setting['workload']}, links of "
+        f"{setting['nic']:g} Mbit/s, pool over {first['transport']}, modelled device time; median of "
+        f"{setting['steps']} steps; jax {first['versions']['jax']}, commit {first['commit']}.",
         "",
-        "| dispatcher | step ms | utilisation | floor ms | wait ms | received per member | max loss difference |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| T | s a layer | dispatcher | step ms | utilisation | floor ms | wait ms | MB | max loss difference |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         waits = f"{row['wait_ms']:,.0f}" if row["dispatcher"].startswith("pooled") else "\N{EN DASH}"
-        lines.append(
-            f"| `{row['dispatcher']}` | {row['step_ms']:,.0f} | {100 * row['utilisation']:.1f} % | "
-            f"{row['floor_ms']:,.0f} | {waits} | {bytes_text(row['bytes'])} | {row['max_loss_difference']:.1e} |"
-        )
+        cells = [f"{row['tokens']:,}", f"{row['layer_s']:g}", f"`{row['dispatcher']}`", f"{row['step_ms']:,.0f}"]
+        cells += [f"{100 * row['utilisation']:.1f} %", f"{row['floor_ms']:,.0f}", waits, f"{row['bytes'] / 1e6:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{row['max_loss_difference']:.1e}"]) + " |")
+    lines += [
+        "",
+        "`floor` is the larger of the modelled time and this dispatcher's own bytes at the link's rate, `MB` "
+        "what the busiest member receives in a step, without headers, `wait` the time for which the first member's "
+        "device could only wait in the pool. The first dispatcher of a cell is what losses are compared with.",
+    ]
     return "\n".join(lines)
 
 
