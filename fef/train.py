@@ -296,8 +296,9 @@ class Training:
         for step in self.checkpointer.close():
             say(f"saved step {step}")
         summary = None
+        refused = sum(hosts.gather("its count of refusals", current().refused)) if _is_pooled(self.config) else None
         if hosts.is_main():
-            summary = self._summary()
+            summary = self._summary(refused)
             write_json_atomic(self.folder / "summary.json", summary)
             if self.config.run.report:
                 write_report(self.folder)
@@ -313,7 +314,7 @@ class Training:
             corpus_bytes=self.corpus.num_bytes, params_total=total, params_active=active,
         )  # fmt: skip
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self, refused: int | None) -> dict[str, Any]:
         rows, _ = read_jsonl(self.folder / "metrics.jsonl")
         last = rows[-_SUMMARY_ROWS:]
         changed, _ = read_jsonl(self.folder / "changes.jsonl") if (self.folder / "changes.jsonl").exists() else ([], [])
@@ -347,6 +348,7 @@ class Training:
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
             "transport": current().transport if _is_pooled(self.config) else None,
+            "refused": refused,
             "commit": provenance.commit(),
             "versions": provenance.versions(),
             "run_fields_changed": [[row["key"], row["old"], row["new"]] for row in changed],

@@ -125,6 +125,7 @@ void Client::Pump(int host, Peer& peer) {
     ReadRequest& request = peer.reads.at(*next).request;
     Message& what = request.what;
     what.length = uint32_t(std::min<uint64_t>(kChunkBytes, request.num_bytes - what.offset));
+    what.is_hint = what.stage < 0 && request.urgency->load(std::memory_order_relaxed) > 0;
     peer.out.Add(ToBytes(what));
     peer.in_flight += what.length;
     what.offset += what.length;

@@ -61,13 +61,14 @@ Status Domain::Open() {
   const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
   for (int rank : local_ranks_) {
     segments_[rank] = std::make_unique<MemorySegment>();
-    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks);
+    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks, neighbourhood_.folder);
     if (!status.ok()) return status;
     if (status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
     SendSegment(rank, *segments_[rank]);
   }
   stage_segments_[me_] = std::make_unique<MemorySegment>();
-  Status status = stage_segments_[me_]->Create(name + "-stages", shape_.stages * stage_elems(me_) * sizeof(float));
+  Status status = stage_segments_[me_]->Create(name + "-stages", shape_.stages * stage_elems(me_) * sizeof(float),
+                                               neighbourhood_.folder);
   if (!status.ok()) return status;
   SendSegment(-1, *stage_segments_[me_]);
   is_open_ = true;
@@ -125,6 +126,12 @@ Status Domain::CheckOpen(const Version& version, const char* op) const {
                          " belongs to another incarnation, this pool is ", incarnation_, "; publish again");
   }
   return Status::Ok();
+}
+
+// Counts a read that asked for what is not there.
+Status Domain::Refused(Status status) {
+  if (status.code == Code::kStaleVersion || status.code == Code::kInvalidArgument) ++num_refused_;
+  return status;
 }
 
 Status Domain::Forgotten(const Version& version, const char* op) const {
@@ -263,7 +270,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
 
 Status Domain::Read(const Version& version, int rank, int layer, int expert, Lease* lease) {
   auto refuse = [&](Code code, const auto&... what) {
-    return Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...);
+    return Refused(Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...));
   };
   if (layer < 0 || layer >= shape_.layers || expert < 0 || expert >= shape_.experts) {
     return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
@@ -271,9 +278,11 @@ Status Domain::Read(const Version& version, int rank, int layer, int expert, Lea
   }
   std::lock_guard<std::mutex> lock(mutex_);
   VersionState* state;
-  if (Status status = FindVersion(version, "get", &state); !status.ok()) return status;
+  if (Status status = FindVersion(version, "get", &state); !status.ok()) return Refused(status);
   const int home = shape_.home[expert];
-  if (const int host = host_of_rank_[home]; !lost_[host].empty()) return refuse(Code::kPeerLost, ": ", Gone(host));
+  if (const int host = host_of_rank_[home]; !lost_[host].empty()) {
+    return refuse(Code::kPeerLost, ": ", Gone(host), "; its ", shape_.block_bytes(), " bytes are missing");
+  }
   char& was_read = state->was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
   if (!is_direct(home)) {
     const auto cached = cache_.find({version.key(), layer, expert});
@@ -321,11 +330,11 @@ Status Domain::Prefetch(const Version& version, int layer, const std::vector<int
 }
 
 std::optional<Status> Domain::Published(const Version& version, const std::vector<int>& experts) {
-  if (Status status = CheckOpen(version, "get"); !status.ok()) return status;
+  if (Status status = CheckOpen(version, "get"); !status.ok()) return Refused(status);
   const auto it = versions_.find(version.key());
   if (it == versions_.end()) {
     if (version.key() > last_forgotten_) return std::nullopt;
-    return Forgotten(version, "get");
+    return Refused(Forgotten(version, "get"));
   }
   for (int expert : experts) {
     if (it->second.published >> shape_.home[expert] & 1) continue;

@@ -83,9 +83,11 @@ void SetNonBlocking(int fd) { fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK
 
 Status ListenTcp(const std::string& address, Descriptor* listener, int* port) {
   sockaddr_in where;
-  if (Status status = ToAddress(address, 0, &where); !status.ok()) return status;
+  if (Status status = ToAddress(address, *port, &where); !status.ok()) return status;
   Descriptor socket_fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   socklen_t length = sizeof(where);
+  const int one = 1;  // connections of the last process at this port may still be closing
+  if (socket_fd) setsockopt(socket_fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one));
   if (!socket_fd || bind(socket_fd.get(), reinterpret_cast<sockaddr*>(&where), sizeof(where)) != 0 ||
       listen(socket_fd.get(), 256) != 0 ||
       getsockname(socket_fd.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
