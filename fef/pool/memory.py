@@ -1,4 +1,4 @@
-"""What holds the pool's blocks: anonymous shared memory, or files in a folder (an NVMe disk, a file system of huge pages).
+"""What holds the pool's blocks: memory (memfd), or files in a folder, such as one on an NVMe disk.
 
 The files have no name, or lose it as soon as they are made, so that nothing is left of them when a process is killed.
 """
