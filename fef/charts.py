@@ -384,7 +384,7 @@ def heat_matrix(title: str, bytes_MR: np.ndarray, note: str) -> str:
         [f"member {member} from rank {rank}: {bytes_text(value)}" for rank, value in enumerate(row_R)]
         for member, row_R in enumerate(bytes_MR)
     ]
-    return _heat_cells(title, ("member", "from rank"), bytes_MR / bytes_MR[bytes_MR > 0].mean(), texts, hints, note)
+    return _heat_cells(title, ("member", "from"), bytes_MR / bytes_MR[bytes_MR > 0].mean(), texts, hints, note)
 
 
 def _heat_cells(
