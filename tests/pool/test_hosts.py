@@ -197,7 +197,7 @@ def test_hints_that_nobody_follows_cost_no_memory(start):
     """5,000 of them; 40 of the versions that are hinted at hold 160 MB."""
     for host in start("prefetch_for_ever", "tcp"):
         words = host.wait_for("grown").split(maxsplit=3)
-        assert int(words[1]) < 40 << 20, words
+        assert int(words[1]) < 32 << 20, words
         assert words[3] == "[[7.5]]"
         assert host.end()[0] == 0
 
