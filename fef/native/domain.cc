@@ -61,7 +61,8 @@ Status Domain::Open() {
   const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
   for (int rank : local_ranks_) {
     segments_[rank] = std::make_unique<MemorySegment>();
-    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks, neighbourhood_.folder);
+    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks,
+                                            neighbourhood_.folder);
     if (!status.ok()) return status;
     if (status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
     SendSegment(rank, *segments_[rank]);

@@ -188,14 +188,13 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   request.destination = cached->bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
   request.urgency = cached->urgency;
-  const std::string where = Where(version) + ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert);
-  request.done = [this, entry = cached.get(), where](const Status& status) {
+  request.done = [this, entry = cached.get(), version, layer, expert](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
     entry->status = status;
     // The connection's end may be known here before the host's is: whoever waits for the block hears what it was.
     if (status.code == Code::kPeerLost) {
-      entry->status = Status::Error(Code::kPeerLost, "get: ", where, ": ", status.message, "; its ",
-                                    shape_.block_bytes(), " bytes are missing");
+      entry->status = Status::Error(Code::kPeerLost, "get: ", Where(version), ", layer ", layer, ", expert ", expert, ": ",
+                                    status.message, "; its ", shape_.block_bytes(), " bytes are missing");
     }
     entry->state = status.ok() ? Cached::kReady : Cached::kFailed;
     changed_.notify_all();

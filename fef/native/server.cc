@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kReceiveBytes = 64 << 10;
 constexpr size_t kMaxOutBytes = 256 << 20;  // of answers to a host that does not take them
-constexpr size_t kRefusedRemembered = 64;    // reads of a host; more than have chunks under way at a time
+constexpr size_t kRefusedRemembered = 64;   // reads of a host, of whose chunks some may still come
 
 }  // namespace
 
@@ -186,12 +186,10 @@ bool Server::Greet(Connection& connection, const Message& message, const std::st
           std::to_string(membership_.incarnation);
   }
   answer.code = why.empty() ? 0 : int(Code::kInvalidArgument);
+  if (!why.empty()) ++num_refused_;  // before anybody hears of it
   connection.out.Add(ToBytes(answer, why));
   connection.out.Flush(connection.socket.get());
-  if (!why.empty()) {
-    ++num_refused_;
-    return false;
-  }
+  if (!why.empty()) return false;
   connection.host = message.host;
   connection.channel = message.channel;
   if (message.channel == Channel::kReplies) replies_[message.host] = &connection;

@@ -201,6 +201,7 @@ struct Met {
     CheckOk(pool.AddTable(job.shape(), &table), "AddTable");
     domain = pool.domain(table, 0);
     for (auto& home : homes) Check(home->Line() == "published", "the home has published");
+    if (num_failures != 0) _exit(num_failures);  // what follows would wait for hosts that are not there
   }
   ~Met() {
     homes.clear();
@@ -238,6 +239,7 @@ void TestKilledWhileRead(bool is_mapped, int round) {
   job.block_elems = 10000;
   job.token = Token();
   Met met(job);
+  CheckOk(met.Get(1, 0, 1), "it is known here that it was published");
   std::thread killer([&] {
     std::this_thread::sleep_for(std::chrono::microseconds(700 * round));
     met.home(1).Kill();
