@@ -188,8 +188,14 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   request.destination = cached->bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
   request.urgency = cached->urgency;
-  request.done = [this, entry = cached.get(), version, layer, expert](const Status& status) {
+  const bool is_hint = urgency != kWanted;
+  request.done = [this, entry = cached.get(), version, layer, expert, is_hint](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!status.ok() && status.code != Code::kPeerLost && is_hint) {  // who has come to want it asks again
+      cache_.erase({version.key(), layer, expert});
+      changed_.notify_all();
+      return;
+    }
     entry->status = status;
     // The connection's end may be known here before the host's is: whoever waits for the block hears what it was.
     if (status.code == Code::kPeerLost) {
