@@ -164,9 +164,10 @@ def test_the_pool_over_two_hosts_trains_as_one_process_does(start_runs, tmp_path
 def test_the_pool_over_four_hosts_takes_50_steps_as_one_process_does(start_runs, tmp_path):
     """With the routing of a run in one process; what a member receives from each other one adds up to what moved."""
     changes = RUN | {
-        "train.steps": 50, "train.eval_every": 25, "checkpoint.every": 50, "moe.dispatcher": "pooled",
-        "model.d_model": 32, "model.num_layers": 2, "data.seq_len": 8, "optim.name": "sgd", "optim.learning_rate": 0.1,
-        "optim.momentum": 0.0,
+        "train.steps": 50, "checkpoint.every": 50, "moe.dispatcher": "pooled",
+        "model.d_model": 32, "model.num_layers": 2, "model.scan_layers": True, "data.seq_len": 8,
+        "data.heldout_fraction": 0.0,
+        "optim.name": "sgd", "optim.learning_rate": 0.1, "optim.momentum": 0.0,
     }  # fmt: skip
     routing = tmp_path / "routing.npz"
     run(tmp_path / "alone", **changes, **{"routing.record": str(routing)})

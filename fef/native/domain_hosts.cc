@@ -176,8 +176,13 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   request.destination = block.bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
   request.urgency = block.urgency;
-  request.done = [this, &block, version, layer, expert](const Status& status) {
+  request.done = [this, &block, version, layer, expert, is_awaited](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!status.ok() && status.code != Code::kPeerLost && !is_awaited) {  // who has come to want it asks again
+      cache_.Forget({version.key(), layer, expert});
+      changed_.notify_all();
+      return;
+    }
     block.status = status;
     // The connection's end may be known here before the host's is: whoever waits for the block hears what it was.
     if (status.code == Code::kPeerLost) {

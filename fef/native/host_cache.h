@@ -38,6 +38,8 @@ class HostCache {
   // Whether there is room for one more block, if need be in place of one that is at least `min_distance` away.
   bool MakeRoom(const Distance& distance_of, int min_distance);
   void NoteRead(Block& block);
+  // Gives up a block whose fetch has ended.
+  void Forget(const Key& key) { Erase(blocks_.find(key)); }
   // Gives up the blocks that nobody reads and for which `is_over` holds.
   void Drop(const std::function<bool(const Key& key)>& is_over);
 

@@ -52,7 +52,7 @@ def test_a_pool_of_files_computes_the_same_and_its_files_have_no_names(mesh, tmp
         with Pool(mesh, config) as pool:
             handle = pool.table("test", 2, TABLE, ((8,),), jnp.float32)
             loss = jax.jit(
-                jax.value_and_grad(lambda w, handle=handle: programs.get_loss(mesh, handle, w, x_MD, ids_LMn, 3))
+                jax.value_and_grad(lambda w, handle=handle: programs.get_loss(mesh, handle, w, x_MD, ids_LMn))
             )
             results.append(jax.device_get(loss(w)))
             files = mapped_files(tmp_path)
