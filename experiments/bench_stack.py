@@ -138,7 +138,6 @@ class Stack:
 
     def step(self) -> None:
         """One step, of all members together."""
-        hosts.barrier("are about to begin a step")
         begin = time.perf_counter()
         self.experts, metrics = self._step(self.experts, self.x_TD, self.assigned)
         jax.block_until_ready((self.experts, metrics))
