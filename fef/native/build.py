@@ -142,6 +142,11 @@ def _compile_and_link(scratch: pathlib.Path, wanted: str, sanitize: str) -> path
     return result
 
 
+def compile_files(words: Sequence[str], target: pathlib.Path, what: str) -> None:
+    """Runs the compiler with these words into `target`; raises BuildError."""
+    _run([*shlex.split(find_compiler()), *words, "-o", str(target)], what)
+
+
 def _run(command: Sequence[str], what: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
