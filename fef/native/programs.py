@@ -58,10 +58,10 @@ class Program:
       environment: in addition to this process's own.
     """
 
-    def __init__(self, name: str, command: Sequence[str | os.PathLike], environment: dict[str, str] | None = None):
+    def __init__(self, name: str, command: Sequence[str | pathlib.Path], environment: dict[str, str] | None = None):
         self.name = name
         self._process = subprocess.Popen(
-            list(map(os.fspath, command)), env=os.environ | (environment or {}), stdin=subprocess.PIPE,
+            list(map(str, command)), env=os.environ | (environment or {}), stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._text = b""
@@ -107,4 +107,3 @@ class Program:
         self._process.kill()
         error = self._process.communicate()[1].decode(errors="replace").strip()
         raise UserError(f"{self.name}: ended with status {self._process.returncode}: {error or 'without a word'}")
-

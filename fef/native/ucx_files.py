@@ -6,11 +6,13 @@ import importlib.util
 import os
 import pathlib
 
-from fef.config import UserError
-
 SONAMES = ("libucs.so.0", "libucp.so.0")  # in the order of loading
 HEADER = "ucp/api/ucp.h"
 _SYSTEM_INCLUDES = ("/usr/include", "/usr/local/include")
+
+
+class UcxError(RuntimeError):
+    """UCX is not where it was said to be, or cannot be loaded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +40,13 @@ def find() -> Ucx | None:
     """The UCX that is used, or None when there is none.
 
     Raises:
-      UserError: FEF_UCX_DIR holds no UCX; names the folder and what is missing.
+      UcxError: FEF_UCX_DIR holds no UCX; names the folder and what is missing.
     """
     chosen = os.environ.get("FEF_UCX_DIR")
     if chosen:
         folder = pathlib.Path(chosen)
         if not (folder / "lib" / SONAMES[-1]).exists():
-            raise UserError(f"FEF_UCX_DIR={chosen}: has no lib/{SONAMES[-1]}; give UCX's prefix, or unset it")
+            raise UcxError(f"FEF_UCX_DIR={chosen}: has no lib/{SONAMES[-1]}; give UCX's prefix, or unset it")
         return Ucx(f"FEF_UCX_DIR={chosen}", _with_header(folder / "include"), folder / "lib")
     wheel = importlib.util.find_spec("libucx")
     if ctypes.util.find_library("ucp"):
@@ -58,3 +60,40 @@ def find() -> Ucx | None:
 
 def _with_header(folder: pathlib.Path) -> pathlib.Path | None:
     return folder if (folder / HEADER).exists() else None
+
+
+def settings(deadline_s: float = 10.0) -> dict[str, str]:
+    """What UCX reads from the environment when it is loaded; what the user has set there goes first.
+
+    Args:
+      deadline_s: after how long a silent connection is broken. UCX's own default is 19 s for a link that is down.
+    """
+    wanted = {
+        "UCX_MEM_EVENTS": "n",  # memory is registered explicitly; its hooks would change mmap for the whole process
+        "UCX_HANDLE_ERRORS": "none",  # old versions install signal handlers
+        "UCX_TCP_TX_SEG_SIZE": "256K",
+        "UCX_TCP_RX_SEG_SIZE": "512K",
+        "UCX_TCP_USER_TIMEOUT": f"{deadline_s:g}s",
+        "UCX_TCP_KEEPIDLE": "1s",
+        "UCX_TCP_KEEPINTVL": "1s",
+        "UCX_TCP_MAX_NUM_EPS": "4096",
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def load() -> str:
+    """Loads UCX's libraries into this process, so that libfef-ucx.so finds them by name; returns where they were.
+
+    Raises:
+      UcxError: there is none, or it cannot be loaded.
+    """
+    ucx = find()
+    if ucx is None:
+        raise UcxError("UCX is not found; pip install libucx-cu12, or set FEF_UCX_DIR to UCX's prefix")
+    os.environ.update(settings())
+    for name in SONAMES:
+        try:
+            ctypes.CDLL(str(ucx.lib / name) if ucx.lib else name, ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise UcxError(f"{ucx.origin}: {name} cannot be loaded ({error})") from None
+    return ucx.origin
