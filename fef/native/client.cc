@@ -90,6 +90,8 @@ void Client::Send(int host, const Message& message, const std::string& payload, 
     Message mine = message;
     mine.host = membership_.me;
     peer.out.Add(ToBytes(mine, payload), fd);
+    Pump(host, peer);
+    if (finished_.empty()) return;
   }
   Wake();
 }
@@ -109,9 +111,11 @@ void Client::Read(int host, ReadRequest request) {
       const uint64_t num_bytes = request.num_bytes;
       peer.reads.emplace(ticket, Peer::Read{std::move(request), num_bytes});
       peer.queue.push_back(ticket);
+      Pump(host, peer);  // here and now: to wake the client's thread for it would take as long as the answer does
     } else {
       finished_.emplace_back(std::move(request.done), Status::Error(Code::kPeerLost, "host ", host, " is gone"));
     }
+    if (finished_.empty()) return;
   }
   Wake();
 }

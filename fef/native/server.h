@@ -55,6 +55,7 @@ class Server {
     std::string in;
     std::deque<Descriptor> descriptors;
     Outbox out;
+    bool is_waiting_to_write = false;  // what epoll has been told
   };
 
   void Run();

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+import re
 
 SONAMES = ("libucs.so.0", "libucp.so.0")  # in the order of loading
 HEADER = "ucp/api/ucp.h"
@@ -28,6 +29,13 @@ class Ucx:
     origin: str
     include: pathlib.Path | None
     lib: pathlib.Path | None
+
+    @property
+    def version(self) -> str:
+        """Of the headers, such as "1.22"."""
+        text = (self.include / "ucp/api/ucp_version.h").read_text() if self.include else ""
+        numbers = re.search(r"UCP_VERSION\((\d+), (\d+)\)", text)
+        return f"{numbers[1]}.{numbers[2]}" if numbers else "unknown"
 
     @property
     def link_flags(self) -> list[str]:

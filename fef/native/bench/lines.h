@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -78,6 +79,22 @@ inline double Now() {
 inline void SleepUntil(double when) {
   const double left_s = when - Now();
   if (left_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left_s));
+}
+
+// Seconds of one `read_once`: the median of `repeats`, after one more for connections that have slept. Batched: of the
+// means over batches.
+template <typename Read>
+double Median(int repeats, bool is_batched, const Read& read_once) {
+  const int batch = is_batched ? 100 : 1;
+  std::vector<double> took;
+  read_once();
+  for (int i = 0; i < repeats; ++i) {
+    const double begin = Now();
+    for (int j = 0; j < batch; ++j) read_once();
+    took.push_back((Now() - begin) / batch);
+  }
+  std::nth_element(took.begin(), took.begin() + repeats / 2, took.end());
+  return took[size_t(repeats) / 2];
 }
 
 inline uint64_t Word(uint64_t key, uint64_t index) { return (key + index) * 0x9e3779b97f4a7c15ull; }
