@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
         "exchange": lambda: _exchange(values.repeats),
     }
     try:
-        rows = [{"part": part} | row | setting for part in PARTS if part in values.parts for row in measure[part]()]
+        rows = [{"part": part} | setting | row for part in PARTS if part in values.parts for row in measure[part]()]
     except (build.BuildError, ucx_files.UcxError) as error:
         raise UserError(str(error)) from None
     print(table(rows))
@@ -200,9 +200,9 @@ def _time(
             for way in ways:
                 reader = pairs["rma" if way in ("ucx", "rma") else "pool"][1]
                 reads = max(3, min(500, budget // size))
-                took = float(_tell([reader], "time", way, index, reads, answer="took", timeout_s=300)[0][0])
+                figure = float(_tell([reader], "time", way, index, reads, answer="took", timeout_s=300)[0][0])
                 if repeat > 0:  # before the first, connections are slow and blocks are fetched ahead
-                    seconds[size, way].append(took)
+                    seconds[size, way].append(figure)
     rows = []
     for (size, way), took in seconds.items():
         row: dict[str, Any] = {"way": way, "block_bytes": size}
