@@ -276,7 +276,7 @@ def _jitted(mesh: Any, pool: Pool, elems: int) -> tuple[Callable[[], Any], Calla
         return version_4[None], chain[None]
 
     def get_body(version_M4, chain_M, ids_n):
-        return get(version_M4[0], chain_M[0], jnp.int32(0), ids_n, elems, 1, jnp.float32)[None]
+        return get(version_M4[0], chain_M[0], jnp.int32(0), ids_n, elems, jnp.float32)[None]
 
     layers_first = jax.sharding.PartitionSpec(None, *EXPERTS)
     run_publish = jax.jit(island(mesh, publish_body, (REPLICATED, layers_first), (TOKENS, TOKENS)))
@@ -299,19 +299,19 @@ def _median_call(call: Callable[[], Any], count: int = 300) -> float:
 
 
 def _exchange(repeats: int) -> list[dict[str, Any]]:
-    hosts, window = range(EXCHANGE_HOSTS), PoolConfig().window_bytes
+    hosts, windows = range(EXCHANGE_HOSTS), (PoolConfig().window_bytes, PoolConfig().total_window_bytes)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(_Lab(EXCHANGE_HOSTS, EXCHANGE_MBIT))
         sources = _core("client.cc", "fabric.cc", "server.cc", "socket.cc")
         program = programs.make(programs.BENCH / "exchange_sockets.cc", sources)
         own = [
-            stack.enter_context(lab.start(h, [program, h, len(hosts), lab.address(h), MIB, window, "bench"], {}))
+            stack.enter_context(lab.start(h, [program, h, len(hosts), lab.address(h), MIB, *windows, "bench"], {}))
             for h in hosts
         ]
         ports = [host.hear("at")[0] for host in own]
         _tell(own, "connect", *(f"{lab.address(h)}:{port}" for h, port in enumerate(ports)), answer="connected")
         carriers: list[tuple[dict[str, Any], list[programs.Program], tuple]] = [
-            ({"carrier": "fef's sockets", "chunk_bytes": 16 * KIB, "window_bytes": window}, own, ())
+            ({"carrier": "fef's sockets", "chunk_bytes": 16 * KIB, "window_bytes": windows[0]}, own, ())
         ]
         if ucx := _ucx():
             program = programs.make(programs.BENCH / "exchange_ucx.cc", ucx=ucx)

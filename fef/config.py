@@ -144,6 +144,15 @@ class MeshConfig(Section):
 
 
 @dataclasses.dataclass
+class DeviceConfig(Section):
+    """Modelled device time: expert matmuls take an accelerator's time and leave the CPU free."""
+
+    flops: float | None = knob(None, "run", "FLOP/s of a large GEMM; None takes the time that the CPU takes", gt=0)
+    half_rows: float = knob(0.0, "run", "rows at which a GEMM has half of that rate", ge=0)
+    values: bool = knob(True, "model", "compute the matmuls too; else a stand-in that takes no time and learns nothing")
+
+
+@dataclasses.dataclass
 class PoolConfig(Section):
     """Slots, staging and waits of the pool."""
 
@@ -156,7 +165,16 @@ class PoolConfig(Section):
     slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
     window_bytes: int = knob(
-        65536, "run", "tcp: bytes asked for and not yet here, per host; less than a switch queues", ge=16384
+        65536, "run", "tcp: bytes asked of one host and not yet here; less than a switch queues", ge=16384
+    )
+    total_window_bytes: int = knob(
+        98304, "run", "tcp: bytes asked of all hosts and not yet here; what is behind them may wait", ge=16384
+    )
+    cache_bytes: int = knob(
+        1 << 30,
+        "run",
+        "memory for blocks fetched from other hosts, per table; what does not stay is fetched again",
+        ge=0,
     )
     deadline_s: float = knob(120.0, "run", "longest wait of a pool operation before it raises, seconds", gt=0)
     update: str = knob("step_end", "run", "when new weights are published", choices=("step_end",))
@@ -252,6 +270,7 @@ class Config(Section):
     routing: Any = dataclasses.field(default_factory=lambda: _with_variants(_RoutingBase, fef.routing.ROUTERS))
     dispatch: Any = dataclasses.field(default_factory=lambda: _with_variants(_DispatchBase, fef.dispatch.DISPATCHERS))
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    device: DeviceConfig = dataclasses.field(default_factory=DeviceConfig)
     pool: PoolConfig = dataclasses.field(default_factory=PoolConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
@@ -467,7 +486,8 @@ def _check_variants(config: Config) -> None:
     if not config.moe.every:
         return  # a dense model has neither router nor dispatcher
     routing, router = config.routing, _known(fef.routing.ROUTERS, "moe.router", config.moe.router)
-    _known(fef.dispatch.DISPATCHERS, "moe.dispatcher", config.moe.dispatcher)
+    dispatcher = _known(fef.dispatch.DISPATCHERS, "moe.dispatcher", config.moe.dispatcher)
+    _check_device(config, dispatcher)
     router(config.moe.num_experts, config.moe.num_choices, getattr(routing, config.moe.router))
     if not router.causal and not routing.allow_noncausal:
         raise ConfigError(
@@ -480,6 +500,20 @@ def _check_variants(config: Config) -> None:
         raise ConfigError("routing.record", routing.record, f"cannot be used with routing.replay={routing.replay!r}")
     if routing.replay and not os.path.isfile(routing.replay):
         raise ConfigError("routing.replay", routing.replay, "no such file; give one written by config.routing.record")
+
+
+def _check_device(config: Config, dispatcher: Any) -> None:
+    device = config.device
+    if device.flops is None:
+        if not device.values:
+            raise ConfigError(
+                "device.values", device.values, "leaves the matmuls out, so say how long they take: device.flops"
+            )
+        return
+    if not dispatcher.models_device:
+        raise ConfigError("device.flops", device.flops, f"the {config.moe.dispatcher} dispatcher models no device time")
+    if config.model.remat != "none":
+        raise ConfigError("device.flops", device.flops, "does not cover recomputation; set config.model.remat='none'")
 
 
 def _known(registry: Registry, key: str, name: str) -> Any:

@@ -24,6 +24,7 @@ from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts
 from fef.moe import MoeLayer
+from fef.ops.device import Device
 from fef.pool.table import ExpertTable
 from fef.routing import ROUTERS
 
@@ -282,6 +283,7 @@ def make_dispatcher(config: Config, mesh: Mesh) -> Any:
         matmul=config.dispatch.matmul,
         dtype=config.model.dtype,
         rerun=config.model.remat != "none",
+        device=Device(config.device.flops or 0.0, config.device.half_rows, config.device.values),
         options=getattr(config.dispatch, name, Dispatcher.Options()),
     )
 

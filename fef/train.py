@@ -395,3 +395,7 @@ def _is_pooled(config: Config) -> bool:
 def _check_platform(config: Config) -> None:
     if config.moe.every:
         DISPATCHERS.get(config.moe.dispatcher).check_platform(jax.default_backend())
+    if config.device.flops is not None and jax.default_backend() != "cpu":
+        raise ConfigError(
+            "device.flops", config.device.flops, f"stands in for an accelerator; this is {jax.default_backend()}"
+        )

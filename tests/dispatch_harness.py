@@ -14,6 +14,7 @@ import numpy as np
 from fef import sharding
 from fef.dispatch import DISPATCHERS
 from fef.experts import Experts
+from fef.ops.device import REAL, Device
 from fef.pool.pool import Pool
 from fef.pool.table import ExpertTable
 from fef.registry import scan
@@ -55,6 +56,7 @@ class Variant:
     dispatcher: str
     matmul: str = "auto"
     form: str = ""
+    device: Device = REAL
 
     @property
     def label(self) -> str:
@@ -63,7 +65,15 @@ class Variant:
     def make(self, case: Case) -> Any:
         cls = DISPATCHERS.get(self.dispatcher)
         options = cls.Options(form=self.form) if self.form else cls.Options()
-        return cls(case.mesh, case.table, matmul=self.matmul, dtype=case.dtype, rerun=case.rerun, options=options)
+        return cls(
+            case.mesh,
+            case.table,
+            matmul=self.matmul,
+            dtype=case.dtype,
+            rerun=case.rerun,
+            device=self.device,
+            options=options,
+        )
 
 
 def variants_on_cpu() -> list[Variant]:

@@ -28,11 +28,11 @@ def publish_all(mesh, handle_2, arrays, num_parts=1, dtype=jnp.float32):
     return run(jnp.asarray(handle_2), *arrays)
 
 
-def get_all(mesh, published, layer, ids_Mn, block_elems, num_experts, dtype=jnp.float32):
+def get_all(mesh, published, layer, ids_Mn, block_elems, dtype=jnp.float32):
     """blocks (M, n, block_elems)."""
 
     def body(version_M4, chain_M, layer, ids_Mn):
-        return get(version_M4[0], chain_M[0], layer, ids_Mn[0], block_elems, num_experts, dtype)[None]
+        return get(version_M4[0], chain_M[0], layer, ids_Mn[0], block_elems, dtype)[None]
 
     run = island(mesh, body, (TOKENS, TOKENS, REPLICATED, TOKENS), TOKENS)
     return run(*published, jnp.int32(layer), jnp.asarray(ids_Mn, jnp.int32))
@@ -53,16 +53,16 @@ def at_microbatch(published, index):
     return version_M4.at[:, 3].set(index), chain_M
 
 
-def get_layer(mesh, published, layer, x_MD, ids_Mn, num_experts):
-    blocks_MnD = get_all(mesh, published, layer, ids_Mn, x_MD.shape[1], num_experts)
+def get_layer(mesh, published, layer, x_MD, ids_Mn):
+    blocks_MnD = get_all(mesh, published, layer, ids_Mn, x_MD.shape[1])
     return x_MD + jnp.tanh(x_MD[:, None] * blocks_MnD).sum(1)
 
 
-def get_loss(mesh, handle_2, w_LPD, x_MD, ids_LMn, num_experts):
+def get_loss(mesh, handle_2, w_LPD, x_MD, ids_LMn):
     """Publishes w and runs a layer for each of its L."""
     published = publish_all(mesh, handle_2, (w_LPD,))
     for layer, ids_Mn in enumerate(ids_LMn):
-        x_MD = get_layer(mesh, published, layer, x_MD, ids_Mn, num_experts)
+        x_MD = get_layer(mesh, published, layer, x_MD, ids_Mn)
     return (x_MD**2).sum()
 
 

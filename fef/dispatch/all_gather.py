@@ -27,6 +27,6 @@ class AllGather(Dispatcher):
             lambda w: jax.lax.all_gather(w.astype(x_TD.dtype), "expert", axis=0, tiled=True), experts
         )
         rows_ND = gather_rows(x_TD, assignment, order)
-        rows_ND = expert_ffn(rows_ND, gathered, segments_of_counts(self.counts_P(order)), self.matmul)
+        rows_ND = expert_ffn(rows_ND, gathered, segments_of_counts(self.counts_P(order)), self.matmul, self.device)
         y_TD = combine_rows(rows_ND, assignment, order, x_TD.shape[0])
         return y_TD.astype(x_TD.dtype), self.moved(weights=1, refetch=int(self.rerun), gradients=1)

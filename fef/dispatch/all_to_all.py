@@ -79,7 +79,7 @@ class AllToAll(Dispatcher):
             rows_G=counts_RL.reshape(-1),
             expert_G=jnp.broadcast_to(position_L, counts_RL.shape).reshape(-1),
         )
-        computed = expert_ffn(received.reshape(-1, d_model), experts, segments, self.matmul)
+        computed = expert_ffn(received.reshape(-1, d_model), experts, segments, self.matmul, self.device)
         returned = self._exchange(computed.reshape(received.shape))
         return from_slots(returned.reshape(slots_PCD.shape), counts_P, rows_ND.shape[0])
 

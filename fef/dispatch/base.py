@@ -4,7 +4,7 @@ Letters: T tokens, N assignments, D model width, E experts, P positions, R membe
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from fef import sharding
 from fef.config import Section
 from fef.experts import Experts
+from fef.ops.device import REAL, Device
 from fef.ops.permute import Order
 from fef.pool import ledger
 from fef.pool.table import ExpertTable
@@ -32,6 +33,7 @@ class Dispatcher:
       matmul: implementation of the grouped matmul, auto, native or jax.
       dtype: compute type of the model.
       rerun: whether the layer is recomputed in the backward pass (remat), which moves some things again.
+      device: whose time the expert FFN takes.
       options: the subclass's own `Options`; None means their defaults.
     """
 
@@ -39,11 +41,14 @@ class Dispatcher:
     class Options(Section):
         pass
 
+    models_device: ClassVar[bool] = True  # whether the expert FFN can take a modelled device's time
+
     mesh: Mesh
     table: ExpertTable
     matmul: str = "auto"
     dtype: str = "float32"
     rerun: bool = False
+    device: Device = REAL
     options: Any = None
 
     def __post_init__(self) -> None:

@@ -105,10 +105,10 @@ class Pooled(Dispatcher):
         version_4, chain = experts.version_M4[0], experts.chain_M[0]
         if x_TD.dtype == jnp.float32 and resolve(self.matmul) == "native":
             like_0F = jnp.zeros((0, experts.widths[1]), jnp.float32)
-            rows_ND = pooled_ffn(version_4, chain, layer, rows_ND, order.counts_E, like_0F)
+            rows_ND = pooled_ffn(version_4, chain, layer, rows_ND, order.counts_E, like_0F, self.device)
         else:
             read = self._read(version_4, chain, layer, order.counts_E, experts.widths)
-            rows_ND = expert_ffn(rows_ND, read, segments_of_counts(order.counts_E), self.matmul)
+            rows_ND = expert_ffn(rows_ND, read, segments_of_counts(order.counts_E), self.matmul, self.device)
         y_TD = combine_rows(rows_ND, assignment, order, x_TD.shape[0])
         return y_TD.astype(x_TD.dtype), self.moved()
 
@@ -117,7 +117,7 @@ class Pooled(Dispatcher):
         d_model, d_expert = widths
         num_experts, elems = self.table.num_experts, d_model * d_expert
         ids_E = jnp.where(counts_E > 0, jnp.arange(num_experts, dtype=jnp.int32), -1)
-        blocks = get(version_4, chain, layer, ids_E, 3 * elems, num_experts, self.dtype)
+        blocks = get(version_4, chain, layer, ids_E, 3 * elems, self.dtype)
         gate, up, down = (blocks[:, i * elems : (i + 1) * elems] for i in range(_NUM_PARTS))
         shape = (num_experts, d_model, d_expert)
         return Experts(gate.reshape(shape), up.reshape(shape), down.reshape(num_experts, d_expert, d_model))

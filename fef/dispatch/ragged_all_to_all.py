@@ -76,7 +76,7 @@ class RaggedAllToAll(Dispatcher):
         num_received = num_members * min(rows_ND.shape[0], x_TD.shape[0] * per_member)
 
         received = exchange_rows(rows_ND, there, back, num_received)
-        computed = expert_ffn(received, experts, self._runs(counts_SP), self.matmul)
+        computed = expert_ffn(received, experts, self._runs(counts_SP), self.matmul, self.device)
         returned_ND = exchange_rows(computed, back, there, rows_ND.shape[0])
         y_TD = combine_rows(returned_ND, assignment, order, x_TD.shape[0])
 

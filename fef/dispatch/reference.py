@@ -19,6 +19,8 @@ from fef.routing import Assignment
 class Reference(Dispatcher):
     """A dense loop over all experts (the oracle)."""
 
+    models_device = False
+
     @property
     def experts_spec(self) -> PartitionSpec:
         return sharding.REPLICATED

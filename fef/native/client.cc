@@ -13,9 +13,15 @@
 
 namespace fef {
 
-Client::Client(Membership membership, uint32_t window_bytes, std::function<void(int, const std::string&)> on_lost)
+namespace {
+
+constexpr auto kSilence = std::chrono::seconds(1);  // after which a host no longer keeps others from being asked
+
+}  // namespace
+
+Client::Client(Membership membership, Window window, std::function<void(int, const std::string&)> on_lost)
     : membership_(std::move(membership)),
-      window_bytes_(std::max(window_bytes, kChunkBytes)),
+      window_(window),
       on_lost_(std::move(on_lost)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
@@ -90,7 +96,7 @@ void Client::Send(int host, const Message& message, const std::string& payload, 
     Message mine = message;
     mine.host = membership_.me;
     peer.out.Add(ToBytes(mine, payload), fd);
-    Pump(host, peer);
+    Flush(host, peer);
     if (finished_.empty()) return;
   }
   Wake();
@@ -111,7 +117,7 @@ void Client::Read(int host, ReadRequest request) {
       const uint64_t num_bytes = request.num_bytes;
       peer.reads.emplace(ticket, Peer::Read{std::move(request), num_bytes});
       peer.queue.push_back(ticket);
-      Pump(host, peer);  // here and now: to wake the client's thread for it would take as long as the answer does
+      Pump();  // here and now: to wake the client's thread for it would take as long as the answer does
     } else {
       finished_.emplace_back(std::move(request.done), Status::Error(Code::kPeerLost, "host ", host, " is gone"));
     }
@@ -120,28 +126,56 @@ void Client::Read(int host, ReadRequest request) {
   Wake();
 }
 
-// Asks for the next chunks of the most urgent reads, as far as the window goes, and writes what is to be written.
-void Client::Pump(int host, Peer& peer) {
-  while (!peer.is_lost && !peer.queue.empty() && peer.in_flight < window_bytes_) {
-    auto urgency = [&](uint64_t ticket) { return peer.reads.at(ticket).request.urgency->load(std::memory_order_relaxed); };
-    const auto next = std::min_element(peer.queue.begin(), peer.queue.end(),
-                                       [&](uint64_t a, uint64_t b) { return urgency(a) < urgency(b); });
-    ReadRequest& request = peer.reads.at(*next).request;
+// Asks for the next chunks of the most urgent reads, whichever host has them, as far as the windows go.
+void Client::Ask() {
+  for (uint64_t in_flight = InFlight(); in_flight < window_.total_bytes;) {
+    Peer* chosen = nullptr;
+    std::list<uint64_t>::iterator chosen_ticket;
+    std::pair<int, uint64_t> first;  // urgency, ticket
+    for (auto& [host, peer] : peers_) {
+      if (peer.is_lost || peer.in_flight >= window_.host_bytes) continue;
+      for (auto ticket = peer.queue.begin(); ticket != peer.queue.end(); ++ticket) {
+        const int urgency = peer.reads.at(*ticket).request.urgency->load(std::memory_order_relaxed);
+        if (chosen != nullptr && first <= std::pair(urgency, *ticket)) continue;
+        first = {urgency, *ticket};
+        chosen = &peer;
+        chosen_ticket = ticket;
+      }
+    }
+    if (chosen == nullptr) return;
+    ReadRequest& request = chosen->reads.at(*chosen_ticket).request;
     Message& what = request.what;
     what.length = uint32_t(std::min<uint64_t>(kChunkBytes, request.num_bytes - what.offset));
-    peer.out.Add(ToBytes(what));
-    peer.in_flight += what.length;
+    chosen->out.Add(ToBytes(what));
+    if (chosen->in_flight == 0) chosen->heard = Clock::now();
+    chosen->in_flight += what.length;
+    in_flight += what.length;
     what.offset += what.length;
-    if (what.offset == request.num_bytes) peer.queue.erase(next);
+    if (what.offset == request.num_bytes) chosen->queue.erase(chosen_ticket);
   }
+}
+
+uint64_t Client::InFlight() const {
+  uint64_t in_flight = 0;
+  for (const auto& [host, peer] : peers_) in_flight += Clock::now() - peer.heard < kSilence ? peer.in_flight : 0;
+  return in_flight;
+}
+
+void Client::Flush(int host, Peer& peer) {
   if (!peer.is_lost && !peer.out.Flush(peer.requests.get())) Lose(host, "its connection broke");
 }
 
+void Client::Pump() {
+  Ask();
+  for (auto& [host, peer] : peers_) Flush(host, peer);
+}
+
 void Client::Run() {
+  using namespace std::chrono_literals;
   epoll_event events[64];
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    for (auto& [host, peer] : peers_) Pump(host, peer);
+    Pump();
     auto finished = std::move(finished_);
     finished_.clear();
     if (!finished.empty()) {
@@ -152,7 +186,8 @@ void Client::Run() {
     }
     if (is_stopping_) break;
     lock.unlock();
-    const int num_events = epoll_wait(epoll_.get(), events, 64, -1);
+    // Again after kSilence at the latest: reads that wait for a silent host's share of the window may have it then.
+    const int num_events = epoll_wait(epoll_.get(), events, 64, int(kSilence / 1ms));
     lock.lock();
     for (int i = 0; i < num_events; ++i) {
       if (events[i].data.u64 == UINT64_MAX) {
@@ -192,6 +227,7 @@ void Client::Lose(int host, const std::string& why) {
   for (auto& [ticket, read] : peer.reads) finished_.emplace_back(std::move(read.request.done), status);
   peer.reads.clear();
   peer.queue.clear();
+  peer.in_flight = 0;
 }
 
 // Takes in what is there. False when the connection is at its end or makes no sense.
@@ -227,7 +263,7 @@ bool Client::Receive(int host, Peer& peer) {
       Begin(peer);
       if (peer.payload_left == 0) Finish(peer);
     }
-    Pump(host, peer);
+    Pump();
     if (peer.is_lost) return true;
   }
 }
@@ -248,6 +284,7 @@ void Client::Begin(Peer& peer) {
 void Client::Finish(Peer& peer) {
   const Message& answer = peer.answer;
   peer.in_flight -= std::min<uint64_t>(peer.in_flight, answer.length);
+  peer.heard = Clock::now();
   const std::string text = std::move(peer.in);
   peer.in.clear();
   peer.payload_to = nullptr;

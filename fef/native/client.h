@@ -3,6 +3,7 @@
 #define FEF_CLIENT_H_
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -29,11 +30,16 @@ struct ReadRequest {
   std::function<void(const Status&)> done;  // on the client's thread, once
 };
 
-// One thread, asleep in epoll while nothing is on its way.
+// Bytes asked for and not yet here, of one host and of all together. They bound what queues in a switch, and how long
+// an urgent read waits behind others.
+struct Window {
+  uint64_t host_bytes = 0, total_bytes = 0;
+};
+
+// One thread, asleep in epoll while nothing comes. What goes out does so on the threads that ask for it.
 class Client {
  public:
-  // `window_bytes`: asked for and not yet here, per host. It bounds what queues in a switch.
-  Client(Membership membership, uint32_t window_bytes, std::function<void(int host, const std::string& why)> on_lost);
+  Client(Membership membership, Window window, std::function<void(int host, const std::string& why)> on_lost);
   ~Client();
 
   // Opens the connections to a host; before Start. Blocks for at most deadline_s.
@@ -46,6 +52,7 @@ class Client {
   void Read(int host, ReadRequest request);
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct Peer {
     Descriptor requests, replies;
     Outbox out;
@@ -57,6 +64,7 @@ class Client {
     std::map<uint64_t, Read> reads;  // by ticket, not wholly here
     std::list<uint64_t> queue;       // of these, the tickets that are not wholly asked for, in their order
     uint64_t in_flight = 0;
+    Clock::time_point heard;  // when bytes came last, or the first were asked for
     std::string in;  // of an answer: the message, then a text
     Message answer;
     uint64_t payload_left = 0;
@@ -65,14 +73,17 @@ class Client {
 
   void Run();
   void Wake();
-  void Pump(int host, Peer& peer);
+  void Pump();
+  void Ask();
+  uint64_t InFlight() const;
+  void Flush(int host, Peer& peer);
   bool Receive(int host, Peer& peer);
   void Begin(Peer& peer);
   void Finish(Peer& peer);
   void Lose(int host, const std::string& why);
 
   const Membership membership_;
-  const uint32_t window_bytes_;
+  const Window window_;
   const std::function<void(int, const std::string&)> on_lost_;
   std::mutex mutex_;
   std::map<int, Peer> peers_;

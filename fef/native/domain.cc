@@ -25,7 +25,8 @@ Domain::Domain(TableShape shape, int32_t incarnation, double deadline_s, std::op
       deadline_s_(deadline_s),
       neighbourhood_(std::move(neighbourhood)),
       host_of_rank_(neighbourhood_.host_of_rank),
-      stages_(shape_.stages) {
+      stages_(shape_.stages),
+      cache_(shape_.block_bytes(), shape_.cache_bytes) {
   if (chaos_seed) chaos_.emplace(*chaos_seed);
   if (neighbourhood_.fabric != nullptr) {
     me_ = neighbourhood_.fabric->me();
@@ -170,7 +171,6 @@ Domain::VersionState& Domain::CreateVersion(const Version& version) {
   return created->second;
 }
 
-
 // Prefers a slot whose version everybody has closed, then an empty one, then the oldest one left open by an earlier
 // execution, then one that takes new memory. The runtime does not overlap executions over several devices, but it may
 // on one device: hence the last version of another execution is touched only when nothing else is left. A slot that is
@@ -261,77 +261,123 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
   return Status::Ok();
 }
 
-Status Domain::Read(const Version& version, int rank, int layer, int expert, Lease* lease) {
-  auto refuse = [&](Code code, const auto&... what) {
-    return Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...);
-  };
-  if (layer < 0 || layer >= shape_.layers || expert < 0 || expert >= shape_.experts) {
-    return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
-                  shape_.experts, " experts");
-  }
+void Domain::Approach(const Version& version, int layer, bool is_backward) {
   std::lock_guard<std::mutex> lock(mutex_);
-  VersionState* state;
-  if (Status status = FindVersion(version, "get", &state); !status.ok()) return status;
+  const auto it = versions_.find(version.key());
+  if (it == versions_.end()) return;
+  it->second.at_layer = layer;
+  it->second.is_backward = is_backward;
+  FetchAhead(it->second, version);
+}
+
+// First the lease, then the look at the version: a publisher takes the version away and then looks for leases.
+bool Domain::LeaseSlot(const Version& version, int layer, int expert, Lease* lease) {
   const int home = shape_.home[expert];
-  if (const int host = host_of_rank_[home]; !lost_[host].empty()) return refuse(Code::kPeerLost, ": ", Gone(host));
-  char& was_read = state->was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
-  if (!is_direct(home)) {
-    const auto cached = cache_.find({version.key(), layer, expert});
-    if (cached == cache_.end() || cached->second->state != Cached::kReady) {
-      return refuse(Code::kStaleVersion, ", home rank ", home, ": it was not fetched");
-    }
-    was_read = 1;
-    cached->second->leases.fetch_add(1, std::memory_order_relaxed);
-    lease->count_ = &cached->second->leases;
-    lease->block_ = cached->second->bytes.get();
-    return Status::Ok();
-  }
   for (int slot = 0; slot < shape_.slots; ++slot) {
-    // First the lease, then the look at the version: a publisher takes the version away and then looks for leases.
     SlotHeader* head = header(home, slot, layer);
     if (head->version.load(std::memory_order_acquire) != version.key()) continue;
     head->leases[me_].fetch_add(1, std::memory_order_seq_cst);
-    if (head->version.load(std::memory_order_seq_cst) != version.key()) {
-      head->leases[me_].fetch_sub(1, std::memory_order_release);
-      continue;
+    if (head->version.load(std::memory_order_seq_cst) == version.key()) {
+      lease->count_ = &head->leases[me_];
+      lease->block_ = block(home, slot, layer, shape_.local[expert]);
+      return true;
     }
-    lease->count_ = &head->leases[me_];
-    lease->block_ = block(home, slot, layer, shape_.local[expert]);
-    if (home == rank) return Status::Ok();
-    Count(*state, rank, layer, was_read ? kRefetch : kWeights, expert);
-    was_read = 1;
-    return Status::Ok();
+    head->leases[me_].fetch_sub(1, std::memory_order_release);
   }
-  return refuse(Code::kStaleVersion, ", home rank ", home,
-                ": no slot holds this version; it was refilled or never published");
+  return false;
 }
 
-Status Domain::Prefetch(const Version& version, int layer, const std::vector<int>& experts) {
-  for (int expert : experts) {
-    if (layer < 0 || layer >= shape_.layers || expert >= shape_.experts) continue;  // a hint is dropped, never refused
-    const int home = shape_.home[expert];
-    if (!is_here(home)) continue;  // another host's are fetched when it publishes
-    for (int slot = 0; slot < shape_.slots; ++slot) {
-      if (header(home, slot, layer)->version.load(std::memory_order_acquire) != version.key()) continue;
-      const uintptr_t page = 4096, begin = reinterpret_cast<uintptr_t>(block(home, slot, layer, shape_.local[expert]));
-      madvise(reinterpret_cast<void*>(begin / page * page), shape_.block_bytes() + begin % page, MADV_WILLNEED);
-    }
-  }
-  return Status::Ok();
-}
-
-std::optional<Status> Domain::Published(const Version& version, const std::vector<int>& experts) {
+std::optional<Status> Domain::Read(const Version& version, int rank, int layer, const std::vector<int>& experts,
+                                   bool is_all, std::vector<Loan>* loans) {
   if (Status status = CheckOpen(version, "get"); !status.ok()) return status;
   const auto it = versions_.find(version.key());
   if (it == versions_.end()) {
     if (version.key() > last_forgotten_) return std::nullopt;
     return Forgotten(version, "get");
   }
+  VersionState& state = it->second;
+  std::vector<Loan> lent;
+  std::vector<HostCache::Block*> cached;  // of the loans, null if it was read in its home's memory
+  std::vector<int> missing;
+  int num_awaited = 0;
   for (int expert : experts) {
-    if (it->second.published >> shape_.home[expert] & 1) continue;
-    const int host = host_of_expert(expert);
-    if (lost_[host].empty()) return std::nullopt;
-    return Status::Error(Code::kPeerLost, DescribeUnpublished(version), ": ", Gone(host));
+    auto refuse = [&](Code code, const auto&... what) {
+      return Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...);
+    };
+    if (layer < 0 || layer >= shape_.layers || expert < 0 || expert >= shape_.experts) {
+      return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
+                    shape_.experts, " experts");
+    }
+    const int home = shape_.home[expert], host = host_of_rank_[home];
+    const bool is_published = state.published >> home & 1;
+    if (!lost_[host].empty()) {
+      if (is_published) return refuse(Code::kPeerLost, ": ", Gone(host));
+      return Status::Error(Code::kPeerLost, DescribeUnpublished(version), ": ", Gone(host));
+    }
+    if (!is_published) continue;
+    Loan loan{expert, {}};
+    HostCache::Block* block = nullptr;
+    if (is_direct(home)) {
+      if (!LeaseSlot(version, layer, expert, &loan.lease)) {
+        return refuse(Code::kStaleVersion, ", home rank ", home,
+                      ": no slot holds this version; it was refilled or never published");
+      }
+    } else if ((block = cache_.Find({version.key(), layer, expert})) == nullptr) {
+      missing.push_back(expert);
+      continue;
+    } else if (block->state == HostCache::Block::kFailed) {
+      return block->status;
+    } else if (block->state == HostCache::Block::kAsked) {
+      block->is_awaited = true;
+      block->urgency->store(Urgency(version, layer, expert, true), std::memory_order_relaxed);
+      ++num_awaited;
+      continue;
+    } else {
+      block->leases.fetch_add(1, std::memory_order_relaxed);
+      loan.lease.count_ = &block->leases;
+      loan.lease.block_ = block->bytes.get();
+    }
+    lent.push_back(std::move(loan));
+    cached.push_back(block);
+  }
+  for (int expert : missing) {
+    const bool may_wait = !is_all && (!lent.empty() || num_awaited > 0);
+    if (!cache_.MakeRoom([this](const HostCache::Key& key) { return Distance(key); }, 0) && may_wait) break;
+    Fetch(state, version, layer, expert, /*is_awaited=*/true);
+    ++num_awaited;
+  }
+  if (is_all ? lent.size() < experts.size() : lent.empty() && !experts.empty()) return std::nullopt;
+  for (size_t i = 0; i < lent.size(); ++i) {
+    const int expert = lent[i].expert;
+    char& was_read = state.was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
+    if (cached[i] != nullptr) cache_.NoteRead(*cached[i]);
+    else if (shape_.home[expert] != rank) Count(state, rank, layer, was_read ? kRefetch : kWeights, expert);
+    was_read = 1;
+    loans->push_back(std::move(lent[i]));
+  }
+  return Status::Ok();
+}
+
+Status Domain::Prefetch(const Version& version, int layer, const std::vector<int>& experts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto state = versions_.find(version.key());
+  for (int expert : experts) {
+    if (layer < 0 || layer >= shape_.layers || expert >= shape_.experts) continue;  // a hint is dropped, never refused
+    const int home = shape_.home[expert];
+    if (!is_direct(home)) {
+      const HostCache::Key key{version.key(), layer, expert};
+      auto distance = [this](const HostCache::Key& key) { return Distance(key); };
+      const bool is_wanted = is_open_ && state != versions_.end() && (state->second.published >> home & 1) &&
+                             lost_[host_of_expert(expert)].empty() && cache_.Find(key) == nullptr;
+      if (is_wanted && cache_.MakeRoom(distance, Distance(key) + 1)) Fetch(state->second, version, layer, expert, false);
+      continue;
+    }
+    if (!is_here(home)) continue;  // its pages are its home's to bring in
+    for (int slot = 0; slot < shape_.slots; ++slot) {
+      if (header(home, slot, layer)->version.load(std::memory_order_acquire) != version.key()) continue;
+      const uintptr_t page = 4096, begin = reinterpret_cast<uintptr_t>(block(home, slot, layer, shape_.local[expert]));
+      madvise(reinterpret_cast<void*>(begin / page * page), shape_.block_bytes() + begin % page, MADV_WILLNEED);
+    }
   }
   return Status::Ok();
 }
@@ -349,8 +395,8 @@ std::string Domain::DescribeUnreadable(const Version& version, int layer, const 
     if (!(published >> shape_.home[expert] & 1)) return DescribeUnpublished(version);
   }
   for (int expert : experts) {
-    const auto cached = cache_.find({version.key(), layer, expert});
-    if (cached == cache_.end() || cached->second->state != Cached::kAsked) continue;
+    const HostCache::Block* block = cache_.Find({version.key(), layer, expert});
+    if (block == nullptr || block->state != HostCache::Block::kAsked) continue;
     return "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert) +
            ": " + Place(host_of_expert(expert)) + " has not sent its " + std::to_string(shape_.block_bytes()) + " bytes";
   }
@@ -364,6 +410,7 @@ Status Domain::Release(const Version& version, int rank) {
   if (it == versions_.end()) return Status::Ok();
   it->second.closed |= 1ull << rank;
   it->second.released |= 1ull << rank;
+  RememberUse(it->second);
   Announce(Kind::kClosed, version, rank);
   changed_.notify_all();
   return Status::Ok();

@@ -2,11 +2,12 @@
 //
 // The group's members may live on several hosts (processes). Each host keeps a Domain: the slots of its own members, and
 // what the others have told of theirs. Blocks of a mapped host are read in its memory; blocks of any other are fetched
-// once for all members of this host and kept while their version is in use.
+// once for all members of this host and kept, as far as pool.cache_bytes goes, while their version is in use.
 //
 // Life of a version: every member publishes its blocks into free slots under it; members read them, each read under a
-// lease; gradients of one (layer, microbatch) are staged, and summed in rank order once every member has closed that
-// stage; a member closes the version when it has nothing more to send; when all have, the slots may be refilled.
+// lease; gradients of one (layer, microbatch) are staged, and go to their homes one by one as they are made; these sum
+// them in rank order once the stage is complete; a member closes the version when it has nothing more to send; when
+// all have, the slots may be refilled.
 #ifndef FEF_DOMAIN_H_
 #define FEF_DOMAIN_H_
 
@@ -26,6 +27,7 @@
 #include <vector>
 
 #include "fabric.h"
+#include "host_cache.h"
 #include "memory_segment.h"
 #include "parallel.h"
 #include "status.h"
@@ -47,6 +49,7 @@ struct TableShape {
   int elem_bytes = 4;
   int slots = 2;                // at most; memory is taken when one is first needed
   int stages = 2;
+  int64_t cache_bytes = INT64_MAX;  // of other hosts' blocks
 
   int64_t block_bytes() const { return block_elems * elem_bytes; }
 };
@@ -95,6 +98,11 @@ class Lease {
   const void* block_ = nullptr;
 };
 
+struct Loan {
+  int expert;
+  Lease lease;
+};
+
 // The R members of one data-parallel group and their share of one table. Thread-safe.
 class Domain {
  public:
@@ -106,6 +114,7 @@ class Domain {
 
   const TableShape& shape() const { return shape_; }
   double deadline_s() const { return deadline_s_; }
+  bool is_home(int expert) const { return is_here(shape_.home[expert]); }  // of this host
 
   // Copies `rank`'s blocks of all layers into free slots and makes them readable. `copy_block(layer, local, dst)`
   // writes one block. `run` identifies the execution of the program, so that versions which an earlier execution
@@ -113,9 +122,8 @@ class Domain {
   Status Publish(const Version& version, int rank, int64_t run,
                  const std::function<void(int layer, int local, char* dst)>& copy_block, Executor& executor);
 
-  // Gives a readable block, counted as moved when it comes from another member; one that was fetched from another host
-  // was counted then.
-  Status Read(const Version& version, int rank, int layer, int expert, Lease* lease);
+  // `rank` will read from `layer` next, and from the layers after it, or before it in a backward pass.
+  void Approach(const Version& version, int layer, bool is_backward);
 
   // A hint that these blocks will be read; blocks that are not there (yet) are skipped.
   Status Prefetch(const Version& version, int layer, const std::vector<int>& experts);
@@ -126,27 +134,29 @@ class Domain {
   void OnLost(int host, const std::string& why);
 
   // Pollable conditions, called under mutex(): nullopt while the condition does not hold yet.
-  std::optional<Status> Published(const Version& version, const std::vector<int>& experts);
-  // Published, and their blocks can be read here: those that must be fetched are asked for by this.
-  std::optional<Status> Readable(const Version& version, int layer, const std::vector<int>& experts);
+  // Lends those of `experts` that can be read now, at least one; or none of them before all can (is_all). Those that
+  // must be fetched are asked for by this, in their order, as far as the cache has room. A block is counted as moved
+  // when it comes from another member; one of another host was counted when it was fetched.
+  std::optional<Status> Read(const Version& version, int rank, int layer, const std::vector<int>& experts, bool is_all,
+                             std::vector<Loan>* loans);
   std::optional<Status> AllClosed(const Version& version);
-  // Admits `rank` to a stage for its gradients of (layer, microbatch), *stage; CloseStage ends that. When a layer is
-  // used several times, the members' n-th admissions meet in one stage. `run` as in Publish.
+  // Admits `rank` to a stage for its gradients of (layer, microbatch), *stage. When a layer is used several times, the
+  // members' n-th admissions meet in one stage. `run` as in Publish.
   std::optional<Status> StageAdmitted(const Version& version, int rank, int64_t run, int layer, int* stage);
 
   // What a wait is waiting for, for the text of its deadline.
-  std::string DescribeUnpublished(const Version& version) const;
   std::string DescribeUnreadable(const Version& version, int layer, const std::vector<int>& experts) const;
   std::string DescribeStages() const;
   std::string DescribeUnclosed(const Version& version) const;
 
-  // Where an admitted `rank` writes its gradients of `experts`, block_elems floats each.
-  Status StagedGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
-                         std::vector<float*>* blocks);
-  // These experts got a gradient from `rank`. The host's last member to close adds up those of its members and tells
-  // the homes; a home adds up the hosts' when all have told.
-  Status CloseStage(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
-                    Executor& executor);
+  // An admitted `rank` says, once, of which experts it will send gradients; *blocks is where it writes them,
+  // block_elems floats each.
+  Status StageGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
+                        std::vector<float*>* blocks, Executor& executor);
+  // These gradients are written. Of each expert the host's last member to write adds up those of its members and lets
+  // them go home; a home adds up the hosts' when all of the stage have come.
+  Status SendGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
+                       Executor& executor);
 
   // `rank` sends nothing more under this version and reads it no more.
   Status CloseVersion(const Version& version, int rank);
@@ -185,15 +195,9 @@ class Domain {
     std::vector<double> waits_us;                      // [rank][layer][kind]
     std::map<std::pair<int, int>, int> uses;           // (layer, microbatch) -> stages opened here
     std::vector<char> was_fetched;                     // [layer][expert], from another host
+    int at_layer = 0;                                  // where this host's members are
+    bool is_backward = false;
   };
-  struct Cached {  // a block of another host
-    enum { kAsked, kReady, kFailed } state = kAsked;
-    Status status;
-    std::unique_ptr<char[]> bytes;
-    std::atomic<uint32_t> leases{0};
-    std::shared_ptr<std::atomic<int>> urgency;
-  };
-  using CacheKey = std::tuple<uint64_t, int, int>;  // version, layer, expert
   using StageKey = std::tuple<uint64_t, int, int>;  // version, layer, microbatch
   struct Stage {
     std::optional<StageKey> key;
@@ -201,16 +205,20 @@ class Domain {
     int64_t run = 0;                    // the execution that opened it
     uint64_t order = 0;                 // lower when opened earlier
     float* blocks = nullptr;            // [home][local source][local][block_elems], in stage_segment_
-    std::vector<char> sent;             // [source][expert]
-    uint64_t admitted = 0, closed = 0;  // bit per rank of this host
+    uint64_t admitted = 0, declared = 0, closed = 0;  // bit per rank of this host: has said what it sends; has sent it
+    struct Outgoing {                   // an expert's gradients on this host
+      uint64_t senders = 0, written = 0;  // bit per rank of this host
+      bool is_sent = false;
+    };
+    std::vector<Outgoing> outgoing;     // [expert]
     bool is_summing = false, is_summed = false;  // what this host is home of
-    uint64_t told = 0, taken = 0;       // bit per host: its manifest is here; it has taken what it needs
+    uint64_t told = 0, taken = 0;       // bit per host: has said what it sends; has taken what it needs
     // Of each host, for each expert that lives here: the sum of its members' gradients, null when there is none.
     std::vector<std::vector<const float*>> sums;
     std::vector<std::unique_ptr<float[]>> fetched;  // what could not be mapped
-    int num_missing = 0;                            // blocks that are still being fetched
+    int num_missing = 0;                // blocks that are announced and not here
   };
-  using ManifestKey = std::tuple<StageKey, int, int>;  // stage, use, host
+  using ManifestKey = std::tuple<StageKey, int>;  // stage, use
 
   SlotHeader* header(int rank, int slot, int layer) const;
   char* block(int rank, int slot, int layer, int local) const;
@@ -240,9 +248,12 @@ class Domain {
                       std::unique_lock<std::mutex>& lock);
   void SetSlots(int rank, const std::vector<int>& slots, uint64_t key);
   Status FindStage(const Version& version, int rank, int layer, int stage, Stage** found);
-  void SumMembers(Stage& stage, std::vector<int>* first_source, Executor& executor);
-  void Tell(Stage& stage, const std::vector<int>& first_source);
-  void TakeManifest(Stage& stage, int host, int stage_there, const std::string& payload);
+  void Tell(Stage& stage);
+  void LetGo(Stage& stage, std::unique_lock<std::mutex>& lock, Executor& executor);
+  void SumMembers(const Stage& stage, const std::vector<int>& experts, Executor& executor);
+  void Take(Stage& stage, const Message& message, const std::string& payload);
+  void TakeManifest(Stage& stage, int host, const std::string& payload);
+  void TakeGradient(Stage& stage, const Message& message);
   Stage* NextToSum();
   void SumReady(Executor& executor);
   void SumReadyAlone();
@@ -257,11 +268,17 @@ class Domain {
   int FirstLost() const;
   void Announce(Kind kind, const Version& version, int rank);
   void SendSegment(int rank, const MemorySegment& segment);
-  void Fetch(VersionState& state, const Version& version, int layer, int expert, int urgency);
-  void FetchAhead(const Version& version, int rank);
+  std::string DescribeUnpublished(const Version& version) const;
+  bool LeaseSlot(const Version& version, int layer, int expert, Lease* lease);
+  int Distance(const HostCache::Key& key) const;
+  int Urgency(const Version& version, int layer, int expert, bool is_awaited) const;
+  void Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited);
+  void FetchAhead(VersionState& state, const Version& version);
+  void RememberUse(const VersionState& state);
   void DropUnused();
   std::string Where(const Version& version) const;
   std::string Ranks(uint64_t bits) const;
+  uint64_t ranks_of(int host) const;
   std::string Place(int host) const;
 
   const TableShape shape_;
@@ -286,9 +303,8 @@ class Domain {
   uint64_t last_forgotten_ = 0;  // versions up to here that are not in versions_ have been there
   int64_t latest_run_ = 0;
   std::vector<Stage> stages_;
-  std::map<ManifestKey, std::pair<int, std::string>> early_;  // (stage there, payload) for stages not yet opened here
-  std::map<CacheKey, std::unique_ptr<Cached>> cache_;
-  std::vector<std::unique_ptr<char[]>> spare_blocks_;
+  std::map<ManifestKey, std::vector<std::pair<Message, std::string>>> early_;  // for stages not yet opened here
+  HostCache cache_;
   std::vector<char> last_used_;  // [layer][expert] of other hosts, by the version that was closed last
   uint64_t stages_opened_ = 0;
   std::vector<Gradients> spare_gradients_;

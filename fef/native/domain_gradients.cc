@@ -50,16 +50,14 @@ std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, in
     candidate.use = state->uses[{layer, version.microbatch}]++;
     candidate.run = run;
     candidate.order = stages_opened_++;
-    candidate.sent.assign(size_t(shape_.members) * shape_.experts, 0);
-    candidate.admitted = candidate.closed = candidate.told = candidate.taken = 0;
+    candidate.outgoing.assign(shape_.experts, {});
+    candidate.admitted = candidate.declared = candidate.closed = candidate.told = candidate.taken = 0;
     candidate.is_summing = candidate.is_summed = false;
     candidate.num_missing = 0;
     candidate.sums.assign(num_hosts_, std::vector<const float*>(shape_.experts));
     candidate.fetched.clear();
-    for (int host : hosts_) {
-      const auto early = early_.find({key, candidate.use, host});
-      if (early == early_.end()) continue;
-      TakeManifest(candidate, host, early->second.first, early->second.second);
+    if (const auto early = early_.find({key, candidate.use}); early != early_.end()) {
+      for (const auto& [message, payload] : early->second) Take(candidate, message, payload);
       early_.erase(early);
     }
     chosen = &candidate;
@@ -97,144 +95,172 @@ Status Domain::FindStage(const Version& version, int rank, int layer, int stage,
                        " was not admitted to a stage");
 }
 
-Status Domain::StagedGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
-                               std::vector<float*>* blocks) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  Stage* found;
-  if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
-  for (int expert : experts) {
-    if (expert < 0 || expert >= shape_.experts) {
-      return Status::Error(Code::kInvalidArgument, "accumulate: ", Where(version), ", layer ", layer, ", expert ",
-                           expert, " is out of range: the table has ", shape_.experts, " experts");
-    }
-    const size_t index = StagedIndex(expert, source_of_rank_[rank], int(local_ranks_.size()));
-    blocks->push_back(found->blocks + index * shape_.block_elems);
-  }
-  return Status::Ok();
-}
-
-Status Domain::CloseStage(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
-                          Executor& executor) {
-  Stage* found;
+Status Domain::StageGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
+                              std::vector<float*>* blocks, Executor& executor) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    Stage* found;
     if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
+    for (int expert : experts) {
+      if (expert < 0 || expert >= shape_.experts) {
+        return Status::Error(Code::kInvalidArgument, "accumulate: ", Where(version), ", layer ", layer, ", expert ",
+                             expert, " is out of range: the table has ", shape_.experts, " experts");
+      }
+    }
     VersionState& state = versions_.at(version.key());
     for (int expert : experts) {
-      found->sent[size_t(rank) * shape_.experts + expert] = 1;
+      found->outgoing[expert].senders |= 1ull << rank;
       const int home = shape_.home[expert];
       if (is_here(home) && home != rank) Count(state, rank, layer, kGradients, expert);
+      const size_t index = StagedIndex(expert, source_of_rank_[rank], int(local_ranks_.size()));
+      blocks->push_back(found->blocks + index * shape_.block_elems);
     }
-    found->closed |= 1ull << rank;
-    if (found->closed != all_local_) return Status::Ok();
-  }
-  std::vector<int> first_source;
-  SumMembers(*found, &first_source, executor);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Tell(*found, first_source);
+    found->declared |= 1ull << rank;
+    if (experts.empty()) found->closed |= 1ull << rank;
+    if (found->declared == all_local_) Tell(*found);
+    LetGo(*found, lock, executor);
   }
   SumReady(executor);
   return Status::Ok();
 }
 
-// Adds up what this host's members have sent, in rank order, in the block of the first of them.
-void Domain::SumMembers(Stage& stage, std::vector<int>* first_source, Executor& executor) {
+Status Domain::SendGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
+                             Executor& executor) {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Stage* found;
+    if (Status status = FindStage(version, rank, layer, stage, &found); !status.ok()) return status;
+    for (int expert : experts) found->outgoing[expert].written |= 1ull << rank;
+    const bool is_over = std::none_of(found->outgoing.begin(), found->outgoing.end(), [&](const Stage::Outgoing& out) {
+      return (out.senders & ~out.written) >> rank & 1;
+    });
+    if (is_over) found->closed |= 1ull << rank;
+    LetGo(*found, lock, executor);
+  }
+  SumReady(executor);
+  return Status::Ok();
+}
+
+// Tells the homes on every host, this one included, which of their experts get a gradient from here.
+void Domain::Tell(Stage& stage) {
+  for (int host : hosts_) {
+    std::string payload;
+    for (int32_t expert = 0; expert < shape_.experts; ++expert) {
+      if (stage.outgoing[expert].senders == 0 || host_of_expert(expert) != host) continue;
+      payload.append(reinterpret_cast<const char*>(&expert), sizeof(expert));
+    }
+    if (host == me_) TakeManifest(stage, me_, payload);
+    else neighbourhood_.fabric->Send(host, About(Kind::kManifest, stage), payload);
+  }
+}
+
+// Sends the gradients on their way that all members of this host who have one have written. Gives the lock back for
+// the sums.
+void Domain::LetGo(Stage& stage, std::unique_lock<std::mutex>& lock, Executor& executor) {
+  if (stage.declared != all_local_) return;
+  std::vector<int> experts;
+  for (int expert = 0; expert < shape_.experts; ++expert) {
+    Stage::Outgoing& outgoing = stage.outgoing[expert];
+    if (outgoing.senders == 0 || outgoing.senders != outgoing.written || outgoing.is_sent) continue;
+    outgoing.is_sent = true;
+    experts.push_back(expert);
+  }
+  if (experts.empty()) return;
+  lock.unlock();
+  SumMembers(stage, experts, executor);
+  lock.lock();
+  const auto& [version_key, layer, microbatch] = *stage.key;
+  const auto state = versions_.find(version_key);
+  for (int expert : experts) {
+    const int first_rank = __builtin_ctzll(stage.outgoing[expert].senders), host = host_of_expert(expert);
+    Message message = About(Kind::kGradient, stage);
+    message.host = me_;
+    message.expert = expert;
+    message.rank = source_of_rank_[first_rank];
+    message.stage = int(&stage - stages_.data());
+    if (host == me_) {
+      TakeGradient(stage, message);
+      continue;
+    }
+    if (state != versions_.end()) Count(state->second, first_rank, layer, kGradients, expert);
+    neighbourhood_.fabric->Send(host, message);
+  }
+}
+
+// Adds up what this host's members have written, in rank order, in the block of the first of them.
+void Domain::SumMembers(const Stage& stage, const std::vector<int>& experts, Executor& executor) {
   const int64_t elems = shape_.block_elems, chunks = (elems + kSumChunk - 1) / kSumChunk;
   const int num_sources = int(local_ranks_.size());
-  first_source->assign(shape_.experts, -1);
-  for (int expert = 0; expert < shape_.experts; ++expert) {
-    for (int source = num_sources - 1; source >= 0; --source) {
-      if (stage.sent[size_t(local_ranks_[source]) * shape_.experts + expert]) (*first_source)[expert] = source;
-    }
-  }
-  ParallelFor(executor, int64_t(shape_.experts) * chunks, [&](int64_t task) {
-    const int expert = int(task / chunks), first = (*first_source)[expert];
-    if (first < 0) return;
-    const int64_t begin = int64_t(task % chunks) * kSumChunk, end = std::min(begin + kSumChunk, elems);
-    float* sum = stage.blocks + StagedIndex(expert, first, num_sources) * elems;
-    for (int source = first + 1; source < num_sources; ++source) {
-      if (!stage.sent[size_t(local_ranks_[source]) * shape_.experts + expert]) continue;
-      const float* sent = stage.blocks + StagedIndex(expert, source, num_sources) * elems;
+  ParallelFor(executor, int64_t(experts.size()) * chunks, [&](int64_t task) {
+    const int expert = experts[task / chunks];
+    const int64_t begin = (task % chunks) * kSumChunk, end = std::min(begin + kSumChunk, elems);
+    float* sum = nullptr;
+    for (int source = 0; source < num_sources; ++source) {
+      if (!(stage.outgoing[expert].senders >> local_ranks_[source] & 1)) continue;
+      float* sent = stage.blocks + StagedIndex(expert, source, num_sources) * elems;
+      if (sum == nullptr) {
+        sum = sent;
+        continue;
+      }
       for (int64_t i = begin; i < end; ++i) sum[i] += sent[i];
     }
   });
 }
 
-// Tells the homes on every host, this one included, which of their experts get a gradient from here.
-void Domain::Tell(Stage& stage, const std::vector<int>& first_source) {
-  const auto& [version_key, layer, microbatch] = *stage.key;
-  const auto state = versions_.find(version_key);
-  for (int host : hosts_) {
-    std::string payload;
-    for (int expert = 0; expert < shape_.experts; ++expert) {
-      if (first_source[expert] < 0 || host_of_expert(expert) != host) continue;
-      const ManifestEntry entry{expert, first_source[expert]};
-      payload.append(reinterpret_cast<const char*>(&entry), sizeof(entry));
-      if (host != me_ && state != versions_.end()) {
-        Count(state->second, local_ranks_[first_source[expert]], layer, kGradients, expert);
-      }
-    }
-    const int index = int(&stage - stages_.data());
-    if (host == me_) {
-      TakeManifest(stage, me_, index, payload);
-      continue;
-    }
-    Message message = About(Kind::kManifest, stage);
-    message.stage = index;
-    neighbourhood_.fabric->Send(host, message, payload);
-  }
+void Domain::Take(Stage& stage, const Message& message, const std::string& payload) {
+  if (message.kind == Kind::kManifest) TakeManifest(stage, message.host, payload);
+  else TakeGradient(stage, message);
 }
 
-// Notes where the sums of a host lie, and fetches those that cannot be mapped.
-void Domain::TakeManifest(Stage& stage, int host, int stage_there, const std::string& payload) {
-  const int layer = std::get<1>(*stage.key);
-  const int num_sources = num_members_of(host);
-  for (size_t at = 0; at + sizeof(ManifestEntry) <= payload.size(); at += sizeof(ManifestEntry)) {
-    ManifestEntry entry;
-    std::memcpy(&entry, payload.data() + at, sizeof(entry));
-    const bool is_valid = entry.expert >= 0 && entry.expert < shape_.experts && entry.source >= 0 &&
-                          entry.source < num_sources && stage_there >= 0 && stage_there < shape_.stages;
-    if (!is_valid) {
-      failure_ = Status::Error(Code::kInvalidArgument, "collect: table ", shape_.name, ", layer ", layer,
-                               ": the manifest of host ", host, " names expert ", entry.expert, ", member ",
-                               entry.source, ", stage ", stage_there);
-      continue;
-    }
-    const size_t index = StagedIndex(entry.expert, entry.source, num_sources) * shape_.block_elems;
-    if (stage_segments_[host] != nullptr) {
-      stage.sums[host][entry.expert] =
-          reinterpret_cast<const float*>(stage_segments_[host]->data()) + stage_there * stage_elems(host) + index;
-      continue;
-    }
-    stage.fetched.push_back(Allocate(shape_.block_elems));
-    if (stage.fetched.back() == nullptr) {
-      failure_ = NoMemory("collect: table " + shape_.name, shape_.block_elems);
-      continue;
-    }
-    stage.sums[host][entry.expert] = stage.fetched.back().get();
-    ++stage.num_missing;
-    ReadRequest request;
-    request.what = About(Kind::kRead, stage);
-    request.what.rank = entry.source;
-    request.what.expert = entry.expert;
-    request.what.stage = stage_there;
-    request.destination = reinterpret_cast<char*>(stage.fetched.back().get());
-    request.num_bytes = uint64_t(shape_.block_elems) * sizeof(float);
-    request.urgency = std::make_shared<std::atomic<int>>(1 + layer);
-    request.done = [this, &stage](const Status& status) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!status.ok() && failure_.ok()) {
-        failure_ = Status::Error(status.code, "collect: table ", shape_.name, ", layer ", std::get<1>(*stage.key), ": ",
-                                 status.message);
-      }
-      --stage.num_missing;
-      if (status.ok() && NextToSum() != nullptr) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
-      changed_.notify_all();
-    };
-    neighbourhood_.fabric->Read(host, std::move(request));
-  }
+void Domain::TakeManifest(Stage& stage, int host, const std::string& payload) {
+  stage.num_missing += int(payload.size() / sizeof(int32_t));
   stage.told |= 1ull << host;
+}
+
+// Notes where a host's sum lies, or fetches it if it cannot be mapped.
+void Domain::TakeGradient(Stage& stage, const Message& message) {
+  const int layer = std::get<1>(*stage.key), host = message.host, expert = message.expert, source = message.rank;
+  const int num_sources = num_members_of(host);
+  const bool is_valid = expert >= 0 && expert < shape_.experts && source >= 0 && source < num_sources &&
+                        message.stage >= 0 && message.stage < shape_.stages;
+  if (!is_valid) {
+    failure_ = Status::Error(Code::kInvalidArgument, "collect: table ", shape_.name, ", layer ", layer, ": host ", host,
+                             " speaks of expert ", expert, ", member ", source, ", stage ", message.stage);
+    return;
+  }
+  if (stage_segments_[host] != nullptr) {
+    const size_t index = StagedIndex(expert, source, num_sources) * shape_.block_elems;
+    stage.sums[host][expert] =
+        reinterpret_cast<const float*>(stage_segments_[host]->data()) + message.stage * stage_elems(host) + index;
+    --stage.num_missing;
+    return;
+  }
+  stage.fetched.push_back(Allocate(shape_.block_elems));
+  if (stage.fetched.back() == nullptr) {
+    failure_ = NoMemory("collect: table " + shape_.name, shape_.block_elems);
+    return;
+  }
+  stage.sums[host][expert] = stage.fetched.back().get();
+  ReadRequest request;
+  request.what = About(Kind::kRead, stage);
+  request.what.rank = source;
+  request.what.expert = expert;
+  request.what.stage = message.stage;
+  request.destination = reinterpret_cast<char*>(stage.fetched.back().get());
+  request.num_bytes = uint64_t(shape_.block_elems) * sizeof(float);
+  const int turn = (host - me_ + num_hosts_) % num_hosts_;
+  request.urgency = std::make_shared<std::atomic<int>>((2 * layer + 1) * shape_.members + turn);
+  request.done = [this, &stage](const Status& status) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!status.ok() && failure_.ok()) {
+      failure_ = Status::Error(status.code, "collect: table ", shape_.name, ", layer ", std::get<1>(*stage.key), ": ",
+                               status.message);
+    }
+    --stage.num_missing;
+    if (status.ok() && NextToSum() != nullptr) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
+    changed_.notify_all();
+  };
+  neighbourhood_.fabric->Read(host, std::move(request));
 }
 
 // Stages of one layer add to the same sums: one at a time, and in the order in which they were opened, since the order
@@ -355,6 +381,7 @@ Status Domain::CloseVersion(const Version& version, int rank) {
   VersionState* state;
   if (Status status = FindVersion(version, "collect", &state); !status.ok()) return status;
   state->closed |= 1ull << rank;
+  RememberUse(*state);
   Announce(Kind::kClosed, version, rank);
   changed_.notify_all();
   return Status::Ok();
@@ -377,7 +404,11 @@ std::string Domain::DescribeUnclosed(const Version& version) const {
   const auto it = versions_.find(version.key());
   uint64_t missing = it == versions_.end() ? 0 : all_ranks() & ~it->second.closed;
   for (const Stage& stage : stages_) {
-    if (stage.key && std::get<0>(*stage.key) == version.key()) missing |= all_local_ & ~stage.closed;
+    if (!stage.key || std::get<0>(*stage.key) != version.key()) continue;
+    missing |= all_local_ & ~stage.closed;
+    for (int host : hosts_) {
+      if (!(stage.told >> host & 1)) missing |= ranks_of(host);
+    }
   }
   return "collect: " + Where(version) + ": rank " + Ranks(missing) + " has not sent all its gradients";
 }

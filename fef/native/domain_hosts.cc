@@ -6,12 +6,6 @@
 
 namespace fef {
 
-namespace {
-
-constexpr int kWanted = 0;  // urgency of what somebody waits for; prefetched and gradients come after it, by layer
-
-}  // namespace
-
 Message Domain::About(Kind kind, const Version& version) const {
   Message message;
   message.kind = kind;
@@ -49,10 +43,14 @@ void Domain::SendSegment(int rank, const MemorySegment& segment) {
   }
 }
 
-std::string Domain::Place(int host) const {
+uint64_t Domain::ranks_of(int host) const {
   uint64_t ranks = 0;
   for (int rank = 0; rank < shape_.members; ++rank) ranks |= uint64_t(host_of_rank_[rank] == host) << rank;
-  return "host " + std::to_string(host) + " (rank " + Ranks(ranks) + ")";
+  return ranks;
+}
+
+std::string Domain::Place(int host) const {
+  return "host " + std::to_string(host) + " (rank " + Ranks(ranks_of(host)) + ")";
 }
 
 std::string Domain::Gone(int host) const { return Place(host) + " is gone: " + lost_[host]; }
@@ -82,19 +80,20 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
   } else if (version.key() <= last_forgotten_) {
     return;
   } else if (message.kind == Kind::kPublished && is_member) {
-    CreateVersion(version).published |= 1ull << message.rank;
-    FetchAhead(version, message.rank);
+    VersionState& state = CreateVersion(version);
+    state.published |= 1ull << message.rank;
+    FetchAhead(state, version);
   } else if (message.kind == Kind::kClosed && is_member) {
     VersionState& state = CreateVersion(version);
     state.closed |= 1ull << message.rank;
     state.released |= 1ull << message.rank;
-  } else if (message.kind == Kind::kManifest) {
+  } else if (message.kind == Kind::kManifest || message.kind == Kind::kGradient) {
     const StageKey key{version.key(), message.layer, version.microbatch};
     if (Stage* stage = StageOf(key, message.use)) {
-      TakeManifest(*stage, message.host, message.stage, payload);
+      Take(*stage, message, payload);
       if (NextToSum() != nullptr) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
     } else {
-      early_[{key, message.use, message.host}] = {message.stage, payload};
+      early_[{key, message.use}].emplace_back(message, payload);
     }
   } else if (message.kind == Kind::kSummed) {
     Stage* stage = StageOf({version.key(), message.layer, version.microbatch}, message.use);
@@ -128,7 +127,7 @@ Status Domain::OnRead(const Message& read, std::string* bytes) {
     const bool is_there = read.stage < int(stages_.size()) && read.rank >= 0 && read.rank < int(local_ranks_.size());
     const Stage* stage = is_there ? &stages_[read.stage] : nullptr;
     const StageKey key{version.key(), read.layer, version.microbatch};
-    if (stage == nullptr || stage->key != key || stage->use != read.use || !(stage->told >> me_ & 1)) {
+    if (stage == nullptr || stage->key != key || stage->use != read.use || !stage->outgoing[read.expert].is_sent) {
       return refuse(Code::kStaleVersion, ": its gradient is not staged there");
     }
     const size_t index = StagedIndex(read.expert, read.rank, int(local_ranks_.size())) * shape_.block_elems;
@@ -146,38 +145,26 @@ Status Domain::OnRead(const Message& read, std::string* bytes) {
   return refuse(Code::kStaleVersion, ": no slot holds this version; it was refilled or never published");
 }
 
-std::optional<Status> Domain::Readable(const Version& version, int layer, const std::vector<int>& experts) {
-  if (auto published = Published(version, experts); !published || !published->ok()) return published;
-  if (layer < 0 || layer >= shape_.layers) return Status::Ok();  // refused by the read
-  VersionState& state = versions_.at(version.key());
-  bool is_complete = true;
-  for (int expert : experts) {
-    if (is_direct(shape_.home[expert])) continue;
-    const CacheKey key{version.key(), layer, expert};
-    if (const int host = host_of_expert(expert); !lost_[host].empty()) {
-      return Status::Error(Code::kPeerLost, "get: ", Where(version), ", layer ", layer, ", expert ", expert, ": ",
-                           Gone(host));
-    }
-    if (cache_.find(key) == cache_.end()) Fetch(state, version, layer, expert, kWanted);
-    const Cached& cached = *cache_.at(key);
-    if (cached.state == Cached::kFailed) return cached.status;
-    cached.urgency->store(kWanted, std::memory_order_relaxed);
-    is_complete &= cached.state == Cached::kReady;
-  }
-  if (!is_complete) return std::nullopt;
-  return Status::Ok();
+// How many layers this host's members have to go to the block's: forward to the last one, and back.
+int Domain::Distance(const HostCache::Key& key) const {
+  const auto& [version_key, layer, expert] = key;
+  const auto it = versions_.find(version_key);
+  if (it == versions_.end()) return 3 * shape_.layers;
+  const int at = it->second.at_layer;
+  if (it->second.is_backward) return layer <= at ? at - layer : at + layer + 1;
+  return layer >= at ? layer - at : 2 * shape_.layers - 1 - at - layer;
 }
 
-void Domain::Fetch(VersionState& state, const Version& version, int layer, int expert, int urgency) {
-  auto& cached = cache_[{version.key(), layer, expert}];
-  cached = std::make_unique<Cached>();
-  if (spare_blocks_.empty()) {
-    cached->bytes.reset(new char[shape_.block_bytes()]);
-  } else {
-    cached->bytes = std::move(spare_blocks_.back());
-    spare_blocks_.pop_back();
-  }
-  cached->urgency = std::make_shared<std::atomic<int>>(urgency);
+// The order of fetches: by distance, what is awaited first, and each host beginning with another home, so that not all
+// ask the same one at the same time.
+int Domain::Urgency(const Version& version, int layer, int expert, bool is_awaited) const {
+  const int turn = (shape_.home[expert] - local_ranks_[0] + shape_.members) % shape_.members;
+  return (2 * Distance({version.key(), layer, expert}) + !is_awaited) * shape_.members + turn;
+}
+
+void Domain::Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited) {
+  HostCache::Block& block = cache_.Add({version.key(), layer, expert}, Urgency(version, layer, expert, is_awaited));
+  block.is_awaited = is_awaited;
   char& was_fetched = state.was_fetched[size_t(layer) * shape_.experts + expert];
   Count(state, local_ranks_[0], layer, was_fetched ? kRefetch : kWeights, expert);
   was_fetched = 1;
@@ -185,52 +172,51 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   request.what = About(Kind::kRead, version);
   request.what.layer = layer;
   request.what.expert = expert;
-  request.destination = cached->bytes.get();
+  request.destination = block.bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
-  request.urgency = cached->urgency;
-  request.done = [this, entry = cached.get()](const Status& status) {
+  request.urgency = block.urgency;
+  request.done = [this, &block](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
-    entry->status = status;
-    entry->state = status.ok() ? Cached::kReady : Cached::kFailed;
+    block.status = status;
+    block.state = status.ok() ? HostCache::Block::kReady : HostCache::Block::kFailed;
     changed_.notify_all();
   };
   neighbourhood_.fabric->Read(host_of_expert(expert), std::move(request));
 }
 
-// Asks at once for what this host's members used of the member last time, the layers in the order of their need.
-void Domain::FetchAhead(const Version& version, int rank) {
-  if (local_ranks_.empty() || is_direct(rank)) return;
-  VersionState& state = versions_.at(version.key());
-  for (int layer = 0; layer < shape_.layers; ++layer) {
+// Asks for what this host's members used last time, in the order in which they will come to it, as far as there is room.
+void Domain::FetchAhead(VersionState& state, const Version& version) {
+  if (local_ranks_.empty()) return;
+  const int step = state.is_backward ? -1 : 1;
+  for (int layer = state.at_layer; layer >= 0 && layer < shape_.layers; layer += step) {
     for (int expert = 0; expert < shape_.experts; ++expert) {
-      const bool is_wanted = shape_.home[expert] == rank && last_used_[size_t(layer) * shape_.experts + expert];
-      if (!is_wanted || cache_.count({version.key(), layer, expert})) continue;
-      Fetch(state, version, layer, expert, 1 + layer);
+      const int home = shape_.home[expert];
+      const HostCache::Key key{version.key(), layer, expert};
+      const bool is_wanted = !is_direct(home) && (state.published >> home & 1) && lost_[host_of_rank_[home]].empty() &&
+                             last_used_[size_t(layer) * shape_.experts + expert] && cache_.Find(key) == nullptr;
+      if (!is_wanted) continue;
+      if (!cache_.MakeRoom([this](const HostCache::Key& key) { return Distance(key); }, Distance(key) + 1)) return;
+      Fetch(state, version, layer, expert, /*is_awaited=*/false);
     }
+  }
+}
+
+// What is fetched ahead under later versions, once this host's members have all done with this one.
+void Domain::RememberUse(const VersionState& state) {
+  if (local_ranks_.empty() || (state.closed & all_local_) != all_local_) return;
+  std::fill(last_used_.begin(), last_used_.end(), 0);
+  for (int rank : local_ranks_) {
+    for (size_t i = 0; i < last_used_.size(); ++i) last_used_[i] |= state.was_read[rank * last_used_.size() + i];
   }
 }
 
 // Gives the memory of blocks back whose version no member of this host uses any more.
 void Domain::DropUnused() {
-  for (auto it = cache_.begin(); it != cache_.end();) {
-    const auto& [version_key, layer, expert] = it->first;
+  cache_.Drop([this](const HostCache::Key& key) {
+    const auto& [version_key, layer, expert] = key;
     const auto state = versions_.find(version_key);
-    const bool is_used = state != versions_.end() && (state->second.closed & all_local_) != all_local_;
-    Cached& cached = *it->second;
-    if (is_used || cached.state == Cached::kAsked || cached.leases.load(std::memory_order_acquire) != 0) {
-      ++it;
-      continue;
-    }
-    if (state != versions_.end()) {
-      char& last_used = last_used_[size_t(layer) * shape_.experts + expert];
-      last_used = 0;
-      for (int rank : local_ranks_) {
-        last_used |= state->second.was_read[(size_t(rank) * shape_.layers + layer) * shape_.experts + expert];
-      }
-    }
-    spare_blocks_.push_back(std::move(cached.bytes));
-    it = cache_.erase(it);
-  }
+    return state == versions_.end() || (state->second.closed & all_local_) == all_local_;
+  });
 }
 
 }  // namespace fef

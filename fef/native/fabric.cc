@@ -4,7 +4,7 @@
 
 namespace fef {
 
-Fabric::Fabric(Membership membership, uint32_t window_bytes, Receiver receiver)
+Fabric::Fabric(Membership membership, Window window, Receiver receiver)
     : membership_(std::move(membership)),
       receiver_(std::move(receiver)),
       server_(membership_,
@@ -13,7 +13,7 @@ Fabric::Fabric(Membership membership, uint32_t window_bytes, Receiver receiver)
                  receiver_.on_message(message, payload, std::move(fd));
                },
                receiver_.on_read, [this](int host, const std::string& why) { Leave(host, why, false); }}),
-      client_(membership_, window_bytes, [this](int host, const std::string& why) { Leave(host, why, false); }),
+      client_(membership_, window, [this](int host, const std::string& why) { Leave(host, why, false); }),
       gone_(membership_.num_hosts) {}
 
 Fabric::~Fabric() { Close(); }

@@ -24,7 +24,7 @@ class Fabric {
     std::function<void(int host, const std::string& why, bool is_orderly)> on_lost;
   };
 
-  Fabric(Membership membership, uint32_t window_bytes, Receiver receiver);
+  Fabric(Membership membership, Window window, Receiver receiver);
   ~Fabric();
 
   // Other hosts may connect from now on; *endpoint tells them where.

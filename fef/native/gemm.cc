@@ -84,10 +84,14 @@ void ZeroOtherRows(const std::vector<RowSegment>& segments, int64_t num_rows, in
   zero_until(num_rows);
 }
 
-void GroupedMatmul(Executor& executor, const std::vector<RowSegment>& segments, const float* x, int64_t inner,
-                   const float* const* weights, bool transpose_w, float* y, int64_t outer, float beta) {
-  int64_t total_rows = 0;
-  for (const RowSegment& s : segments) total_rows += s.num_rows;
+int64_t CountRows(const std::vector<RowSegment>& segments) {
+  int64_t rows = 0;
+  for (const RowSegment& s : segments) rows += s.num_rows;
+  return rows;
+}
+
+void GroupedMatmul(Executor& executor, const std::vector<RowSegment>& segments, int64_t total_rows, const float* x,
+                   int64_t inner, const float* const* weights, bool transpose_w, float* y, int64_t outer, float beta) {
   std::vector<Tile> tiles;
   for (size_t i = 0; i < segments.size(); ++i) {
     const int64_t rows = segments[i].num_rows;
@@ -104,16 +108,14 @@ void GroupedMatmul(Executor& executor, const std::vector<RowSegment>& segments, 
   });
 }
 
-void GroupedOuter(Executor& executor, const std::vector<RowSegment>& segments, const float* a, int64_t inner,
-                  const float* b, int64_t outer, float* const* outputs, int64_t num_experts) {
+void GroupedOuter(Executor& executor, const std::vector<RowSegment>& segments, int64_t total_rows, const float* a,
+                  int64_t inner, const float* b, int64_t outer, float* const* outputs, int64_t num_experts) {
   std::vector<std::vector<RowSegment>> of_expert(num_experts);
   std::vector<int64_t> rows_of_expert(num_experts, 0);
-  int64_t total_rows = 0;
   for (const RowSegment& s : segments) {
     if (s.num_rows == 0 || outputs[s.expert] == nullptr) continue;
     of_expert[s.expert].push_back(s);
     rows_of_expert[s.expert] += s.num_rows;
-    total_rows += s.num_rows;
   }
   std::vector<Tile> tiles;
   for (int64_t e = 0; e < num_experts; ++e) {

@@ -29,14 +29,17 @@ void ZeroOtherRows(const std::vector<RowSegment>& segments, int64_t num_rows, in
 
 // y[rows] = x[rows] W_e + beta y[rows] for each segment; other rows of y are left as they are.
 //   x: (N, K); y: (N, M); weights[e]: (K, M), or (M, K) if transpose_w, in which case W_e is its transpose.
-// Pointers of experts without rows are not looked at.
-void GroupedMatmul(Executor& executor, const std::vector<RowSegment>& segments, const float* x, int64_t inner,
-                   const float* const* weights, bool transpose_w, float* y, int64_t outer, float beta);
+// Pointers of experts without rows are not looked at. The segments may be a part of all, which have `total_rows`: what
+// they give is the same in every part, bit for bit.
+void GroupedMatmul(Executor& executor, const std::vector<RowSegment>& segments, int64_t total_rows, const float* x,
+                   int64_t inner, const float* const* weights, bool transpose_w, float* y, int64_t outer, float beta);
 
 // outputs[e] = sum over the segments of expert e, in their order, of a[rows]^T b[rows]; exactly zero without rows.
-//   a: (N, K); b: (N, M); outputs[e]: (K, M), or null to skip the expert.
-void GroupedOuter(Executor& executor, const std::vector<RowSegment>& segments, const float* a, int64_t inner,
-                  const float* b, int64_t outer, float* const* outputs, int64_t num_experts);
+//   a: (N, K); b: (N, M); outputs[e]: (K, M), or null to skip the expert. total_rows as above.
+void GroupedOuter(Executor& executor, const std::vector<RowSegment>& segments, int64_t total_rows, const float* a,
+                  int64_t inner, const float* b, int64_t outer, float* const* outputs, int64_t num_experts);
+
+int64_t CountRows(const std::vector<RowSegment>& segments);
 
 }  // namespace fef
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,11 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "await.h"
+#include "device.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "pool.h"
 #include "pooled_ffn.h"
+#include "task.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -44,19 +45,6 @@ class XlaExecutor : public Executor {
   ffi::ThreadPool pool_;
 };
 
-// For a handler that has already returned: XLA's threads are no longer its to use. The same parallelism, so that the
-// work is cut, and rounded, in the same way.
-class NewThreads : public Executor {
- public:
-  explicit NewThreads(int64_t parallelism) : parallelism_(parallelism) {}
-
-  void Schedule(std::function<void()> work) override { std::thread(std::move(work)).detach(); }
-  int64_t Parallelism() const override { return parallelism_; }
-
- private:
-  const int64_t parallelism_;
-};
-
 std::vector<RowSegment> MakeSegments(const Ints& first, const Ints& rows, const Ints& expert) {
   std::vector<RowSegment> segments(first.element_count());
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -81,7 +69,8 @@ ffi::Error GroupedMatmulHandler(ffi::ThreadPool pool, Floats x, Floats w, Ints f
   for (int64_t e = 0; e < num_experts; ++e) weights[e] = w.typed_data() + e * inner * outer;
   XlaExecutor executor(pool);
   ZeroOtherRows(segments, num_rows, outer, y->typed_data());
-  GroupedMatmul(executor, segments, x.typed_data(), inner, weights.data(), transpose_w, y->typed_data(), outer, 0.0f);
+  GroupedMatmul(executor, segments, CountRows(segments), x.typed_data(), inner, weights.data(), transpose_w,
+                y->typed_data(), outer, 0.0f);
   return ffi::Error::Success();
 }
 XLA_FFI_DEFINE_HANDLER(kGroupedMatmul, GroupedMatmulHandler,
@@ -105,7 +94,8 @@ ffi::Error GroupedOuterHandler(ffi::ThreadPool pool, Floats a, Floats b, Ints fi
   std::vector<float*> outputs(num_experts);
   for (int64_t e = 0; e < num_experts; ++e) outputs[e] = c->typed_data() + e * inner * outer;
   XlaExecutor executor(pool);
-  GroupedOuter(executor, segments, a.typed_data(), inner, b.typed_data(), outer, outputs.data(), num_experts);
+  GroupedOuter(executor, segments, CountRows(segments), a.typed_data(), inner, b.typed_data(), outer, outputs.data(),
+               num_experts);
   return ffi::Error::Success();
 }
 XLA_FFI_DEFINE_HANDLER(kGroupedOuter, GroupedOuterHandler,
@@ -117,6 +107,78 @@ XLA_FFI_DEFINE_HANDLER(kGroupedOuter, GroupedOuterHandler,
                            .Arg<Ints>()
                            .Arg<Ints>()
                            .Ret<Floats>());
+
+// ---- Modelled device time ----
+
+// When the device began, by clock. Clocks are small integers, which a float32 holds exactly.
+class Clocks {
+ public:
+  float Start() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const size_t clock = next_++ % kClocks;
+    times_[clock] = Task::Clock::now();
+    return float(clock);
+  }
+  Task::Clock::time_point Started(float clock) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return times_[size_t(clock) % kClocks];
+  }
+
+ private:
+  static constexpr size_t kClocks = 1 << 16;  // far more than ever run at once
+  std::mutex mutex_;
+  size_t next_ = 0;
+  std::vector<Task::Clock::time_point> times_ = std::vector<Task::Clock::time_point>(kClocks);
+};
+
+Clocks& DeviceClocks() {
+  static auto* clocks = new Clocks();
+  return *clocks;
+}
+
+void PassOn(const ffi::AnyBuffer& x, ffi::Result<ffi::AnyBuffer>& y) {
+  if (x.untyped_data() != y->untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
+}
+
+// x -> x, clock.
+ffi::Error DeviceStartHandler(ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              ffi::Result<ffi::BufferR0<ffi::F32>> clock) {
+  PassOn(x, y);
+  *clock->typed_data() = DeviceClocks().Start();
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(
+    kDeviceStart, DeviceStartHandler,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::F32>>());
+
+// y, clock, rows and expert of each segment -> y, once the device would have it: a GEMM for each expert.
+ffi::Future DeviceFinishHandler(int32_t ordinal, ffi::AnyBuffer y, ffi::BufferR0<ffi::F32> clock, Ints rows, Ints expert,
+                                ffi::Result<ffi::AnyBuffer> out, double flops_per_row, double flops, double half_rows) {
+  PassOn(y, out);
+  std::map<int32_t, int64_t> rows_of_expert;
+  for (size_t i = 0; i < rows.element_count(); ++i) rows_of_expert[expert.typed_data()[i]] += rows.typed_data()[i];
+  std::chrono::nanoseconds length{0};
+  for (const auto& [id, count] : rows_of_expert) length += Device{flops, half_rows, true}.Time(count, flops_per_row);
+  const auto end = QueueOf(ordinal).Add(DeviceClocks().Started(*clock.typed_data()), length);
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  std::thread([end, promise]() mutable {
+    std::this_thread::sleep_until(end);
+    promise.SetAvailable();
+  }).detach();
+  return future;
+}
+XLA_FFI_DEFINE_HANDLER(kDeviceFinish, DeviceFinishHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::BufferR0<ffi::F32>>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<double>("flops_per_row")
+                           .Attr<double>("flops")
+                           .Attr<double>("half_rows"));
 
 // ---- The pool ----
 //
@@ -177,14 +239,6 @@ struct Place {
   }
 };
 
-std::vector<int> ExpertsWithRows(const Ints& rows) {
-  std::vector<int> experts;
-  for (size_t e = 0; e < rows.element_count(); ++e) {
-    if (rows.typed_data()[e] > 0) experts.push_back(int(e));
-  }
-  return experts;
-}
-
 std::vector<int> RequestedExperts(const Ints& ids) {
   std::vector<int> experts;
   for (size_t i = 0; i < ids.element_count(); ++i) {
@@ -208,47 +262,13 @@ ffi::Future Completed(const Status& status) {
   return future;
 }
 
-// Completes `token` when `poll` has an answer, and enters the wait into the ledger.
-ffi::Future AwaitToken(const Place& place, int layer, WaitKind kind, ffi::Result<Token> token,
-                       std::function<std::optional<Status>()> poll, std::function<std::string()> describe) {
+// The operation's results are there when the task is done. The buffers that it was made with live until then.
+ffi::Future Start(const Place& place, ffi::ThreadPool pool, std::shared_ptr<Task> task) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  *token->typed_data() = 0.0f;
-  Await(place.pool, *place.domain, std::move(poll), std::move(describe),
-        [place, layer, kind, promise](const Status& status, double waited_us) mutable {
-          if (waited_us > 0) place.domain->CountWait(place.version, place.rank, layer, kind, waited_us);
-          Complete(promise, status);
-        });
-  return future;
-}
-
-// Calls `send` once this member is admitted to a stage for its gradients of `layer`: at once, or later on a thread of
-// its own. To wait and to send is one operation: between two, XLA may put another one's wait for a stage that only this
-// one can make free.
-ffi::Future SendGradients(const Place& place, ffi::RunId run, ffi::ThreadPool pool, int layer,
-                          std::function<Status(int stage, Executor& executor)> send) {
-  auto stage = std::make_shared<int>(-1);
-  auto poll = [domain = place.domain, version = place.version, rank = place.rank, run = run.run_id, layer, stage] {
-    return domain->StageAdmitted(version, rank, run, layer, stage.get());
-  };
   XlaExecutor executor(pool);
-  std::optional<Status> admitted;
-  {
-    std::lock_guard<std::mutex> lock(place.domain->mutex());
-    admitted = poll();
-  }
-  if (admitted) return Completed(admitted->ok() ? send(*stage, executor) : *admitted);
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  Await(place.pool, *place.domain, std::move(poll), [domain = place.domain] { return domain->DescribeStages(); },
-        [place, layer, stage, send = std::move(send), threads = NewThreads(executor.Parallelism()),
-         promise](Status status, double waited_us) mutable {
-          if (status.ok()) {
-            place.domain->CountWait(place.version, place.rank, layer, kWaitStage, waited_us);
-            status = send(*stage, threads);
-          }
-          Complete(promise, status);
-        });
+  Run(place.pool, *place.domain, std::move(task), executor,
+      [promise](const Status& status) mutable { Complete(promise, status); });
   return future;
 }
 
@@ -377,42 +397,27 @@ XLA_FFI_DEFINE_HANDLER(kCollect, CollectHandler,
                            .RemainingRets()
                            .Attr<int64_t>("num_parts"));
 
-// rows_E: experts with rows are wanted -> token, once their homes have published.
-ffi::Future AwaitPublishedHandler(Ints version, Ints member, Scalar layer, Ints rows, Token, ffi::Result<Token> token) {
-  Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
-  const TableShape& table = place.domain->shape();
-  if (int64_t(rows.element_count()) != table.experts) {
-    return Completed(Status::Error(Code::kInvalidArgument, "get: told of ", rows.element_count(), " experts, table ",
-                                   table.name, " has ", table.experts));
-  }
-  const int layer_number = *layer.typed_data();
-  const std::vector<int> experts = ExpertsWithRows(rows);
-  return AwaitToken(
-      place, layer_number, kWaitPublished, token,
-      [domain = place.domain, version = place.version, layer_number, experts] {
-        return domain->Readable(version, layer_number, experts);
-      },
-      [domain = place.domain, version = place.version, layer_number, experts] {
-        return domain->DescribeUnreadable(version, layer_number, experts);
-      });
-}
-XLA_FFI_DEFINE_HANDLER(
-    kAwaitPublished, AwaitPublishedHandler,
-    ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Ints>().Arg<Token>().Ret<Token>());
-
 // Says that this member sends no more -> token, once every member has said so and all sums are made.
-ffi::Future AwaitClosedHandler(Ints version, Ints member, Token, Token, ffi::Result<Token> token) {
+ffi::Future AwaitClosedHandler(ffi::ThreadPool pool, Ints version, Ints member, Token, Token,
+                               ffi::Result<Token> token) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   if (Status status = place.domain->CloseVersion(place.version, place.rank); !status.ok()) return Completed(status);
-  return AwaitToken(
-      place, 0, kWaitClosed, token,
-      [domain = place.domain, version = place.version] { return domain->AllClosed(version); },
-      [domain = place.domain, version = place.version] { return domain->DescribeUnclosed(version); });
+  *token->typed_data() = 0.0f;
+  return Start(place, pool,
+               std::make_shared<Condition>(
+                   [place] { return place.domain->AllClosed(place.version); },
+                   [place] { return place.domain->DescribeUnclosed(place.version); },
+                   [place](double us) { place.domain->CountWait(place.version, place.rank, 0, kWaitClosed, us); }));
 }
 XLA_FFI_DEFINE_HANDLER(kAwaitClosed, AwaitClosedHandler,
-                       ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Arg<Token>().Ret<Token>());
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Token>()
+                           .Arg<Token>()
+                           .Ret<Token>());
 
 // The forward pass's end of a version: nothing is collected, its slots may be refilled.
 ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> token) {
@@ -424,24 +429,38 @@ ffi::Error ReleaseHandler(Ints version, Ints member, Token, ffi::Result<Token> t
 XLA_FFI_DEFINE_HANDLER(kRelease, ReleaseHandler,
                        ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
 
-FfnRows MakeFfnRows(const Floats& x_ND, const Floats& g_NF, const Ints& rows_E) {
-  const auto x_dims = x_ND.dimensions();
-  return {x_dims[0], x_dims[1], g_NF.dimensions()[1], int64_t(rows_E.element_count()), rows_E.typed_data()};
+FfnCall MakeFfnCall(const Place& place, ffi::RunId run, int32_t ordinal, const Scalar& layer, const Floats& x_ND,
+                    const Floats& g_NF, const Ints& rows_E, const Device& device) {
+  FfnCall call;
+  call.domain = place.domain;
+  call.version = place.version;
+  call.run = run.run_id;
+  call.rank = place.rank;
+  call.layer = *layer.typed_data();
+  call.device = device;
+  call.queue = &QueueOf(ordinal);
+  call.num_rows = x_ND.dimensions()[0];
+  call.d_model = x_ND.dimensions()[1];
+  call.d_expert = g_NF.dimensions()[1];
+  call.num_experts = int64_t(rows_E.element_count());
+  call.rows = rows_E.typed_data();
+  return call;
 }
 
-// x_ND, rows_E -> y_ND, g_NF, u_NF.
-ffi::Error PooledFfnHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Floats x, Ints rows,
-                            ffi::Result<Floats> y, ffi::Result<Floats> g, ffi::Result<Floats> u) {
+// chain, x_ND, rows_E -> y_ND, g_NF, u_NF.
+ffi::Future PooledFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
+                             Scalar layer, Token, Floats x, Ints rows, ffi::Result<Floats> y, ffi::Result<Floats> g,
+                             ffi::Result<Floats> u, double flops, double half_rows, bool has_values) {
   Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
-  XlaExecutor executor(pool);
-  const FfnRows shape = MakeFfnRows(x, *g, rows);
-  return ToError(PooledFfn(*place.domain, executor, place.version, place.rank, *layer.typed_data(), shape,
-                           x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
+  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, *g, rows, {flops, half_rows, has_values});
+  return Start(place, pool, PooledFfn(call, x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
                        ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Arg<Ints>()
                            .Arg<Ints>()
                            .Arg<Scalar>()
@@ -450,28 +469,28 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
                            .Arg<Ints>()
                            .Ret<Floats>()
                            .Ret<Floats>()
-                           .Ret<Floats>());
+                           .Ret<Floats>()
+                           .Attr<double>("flops")
+                           .Attr<double>("half_rows")
+                           .Attr<bool>("has_values"));
 
-// dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
-ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, Scalar layer,
-                                     Token, Floats dy, Floats x, Floats g, Floats u, Ints rows, ffi::Result<Floats> dx,
-                                     ffi::Result<Token> token) {
+// chain, dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
+ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
+                                     Scalar layer, Token, Floats dy, Floats x, Floats g, Floats u, Ints rows,
+                                     ffi::Result<Floats> dx, ffi::Result<Token> token, double flops, double half_rows,
+                                     bool has_values) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
-  const FfnRows shape = MakeFfnRows(x, g, rows);
   *token->typed_data() = 0.0f;
-  // Addresses, not buffers: those end with the handler.
-  return SendGradients(place, run, pool, *layer.typed_data(),
-                       [place, shape, layer = *layer.typed_data(), dy = dy.typed_data(), x = x.typed_data(),
-                        g = g.typed_data(), u = u.typed_data(), dx = dx->typed_data()](int stage, Executor& executor) {
-                         return PooledFfnBackward(*place.domain, executor, place.version, place.rank, layer, stage,
-                                                  shape, dy, x, g, u, dx);
-                       });
+  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, g, rows, {flops, half_rows, has_values});
+  return Start(place, pool, PooledFfnBackward(call, dy.typed_data(), x.typed_data(), g.typed_data(), u.typed_data(),
+                                              dx->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::RunId>()
                            .Ctx<ffi::ThreadPool>()
+                           .Ctx<ffi::DeviceOrdinal>()
                            .Arg<Ints>()
                            .Arg<Ints>()
                            .Arg<Scalar>()
@@ -482,36 +501,69 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
                            .Arg<Floats>()
                            .Arg<Ints>()
                            .Ret<Floats>()
-                           .Ret<Token>());
+                           .Ret<Token>()
+                           .Attr<double>("flops")
+                           .Attr<double>("half_rows")
+                           .Attr<bool>("has_values"));
 
-// ids (n,), -1 = none -> blocks (n, block_elems).
-ffi::Error GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Ints ids,
-                      ffi::Result<ffi::AnyBuffer> blocks) {
+// Waits for all blocks and copies them.
+class GetTask : public Task {
+ public:
+  GetTask(const Place& place, int layer, std::vector<int> ids, char* out)
+      : place_(place), layer_(layer), ids_(std::move(ids)), out_(out) {
+    for (int id : ids_) {
+      if (id >= 0 && std::find(experts_.begin(), experts_.end(), id) == experts_.end()) experts_.push_back(id);
+    }
+    place_.domain->Approach(place_.version, layer_, /*is_backward=*/false);
+  }
+
+  std::optional<Status> Ready() override {
+    return place_.domain->Read(place_.version, place_.rank, layer_, experts_, /*is_all=*/true, &loans_);
+  }
+  std::string Describe() const override {
+    return place_.domain->DescribeUnreadable(place_.version, layer_, experts_);
+  }
+  Status Work(Executor& executor, bool* is_done) override {
+    const int64_t bytes = place_.domain->shape().block_bytes();
+    ParallelFor(executor, int64_t(ids_.size()), [&](int64_t i) {
+      const auto loan = std::find_if(loans_.begin(), loans_.end(), [&](const Loan& l) { return l.expert == ids_[i]; });
+      if (loan == loans_.end()) std::memset(out_ + i * bytes, 0, bytes);
+      else std::memcpy(out_ + i * bytes, loan->lease.block(), bytes);
+    });
+    loans_.clear();
+    *is_done = true;
+    return Status::Ok();
+  }
+  void Waited(double microseconds) override {
+    place_.domain->CountWait(place_.version, place_.rank, layer_, kWaitPublished, microseconds);
+  }
+
+ private:
+  const Place place_;
+  const int layer_;
+  const std::vector<int> ids_;
+  char* const out_;
+  std::vector<int> experts_;
+  std::vector<Loan> loans_;
+};
+
+// chain, ids (n,), -1 = none -> blocks (n, block_elems).
+ffi::Future GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token, Ints ids,
+                       ffi::Result<ffi::AnyBuffer> blocks) {
   Place place;
-  if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   const TableShape& table = place.domain->shape();
   const int64_t bytes = table.block_bytes(), num_ids = int64_t(ids.element_count());
   const int64_t elems = blocks->dimensions()[1];
   const int64_t asked_bytes = num_ids == 0 ? bytes : int64_t(blocks->size_bytes()) / num_ids;
   if (elems != table.block_elems || asked_bytes != bytes) {
-    return ToError(Status::Error(Code::kInvalidArgument, "get: table ", table.name, " holds blocks of ",
-                                 table.block_elems, " elements in ", bytes, " bytes, asked for ", elems, " in ",
-                                 asked_bytes));
+    return Completed(Status::Error(Code::kInvalidArgument, "get: table ", table.name, " holds blocks of ",
+                                   table.block_elems, " elements in ", bytes, " bytes, asked for ", elems, " in ",
+                                   asked_bytes));
   }
-  std::vector<Lease> leases(num_ids);
-  for (int64_t i = 0; i < num_ids; ++i) {
-    const int expert = ids.typed_data()[i];
-    if (expert < 0) continue;
-    const Status status = place.domain->Read(place.version, place.rank, *layer.typed_data(), expert, &leases[i]);
-    if (!status.ok()) return ToError(status);
-  }
-  XlaExecutor executor(pool);
-  char* out = static_cast<char*>(blocks->untyped_data());
-  ParallelFor(executor, num_ids, [&](int64_t i) {
-    if (leases[i].block() == nullptr) std::memset(out + i * bytes, 0, bytes);
-    else std::memcpy(out + i * bytes, leases[i].block(), bytes);
-  });
-  return ffi::Error::Success();
+  std::vector<int> id_list(ids.typed_data(), ids.typed_data() + num_ids);
+  return Start(place, pool, std::make_shared<GetTask>(place, *layer.typed_data(), std::move(id_list),
+                                                      static_cast<char*>(blocks->untyped_data())));
 }
 XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
                        ffi::Ffi::Bind()
@@ -523,32 +575,54 @@ XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
                            .Arg<Ints>()
                            .Ret<ffi::AnyBuffer>());
 
-// Adds up the blocks of each expert in their order and sends the sums.
-Status Accumulate(const Place& place, int layer, int stage, const std::vector<int>& ids, const float* blocks,
-                  Executor& executor) {
-  const int64_t elems = place.domain->shape().block_elems;
-  std::vector<int> experts;
-  for (int id : ids) {
-    if (id >= 0 && std::find(experts.begin(), experts.end(), id) == experts.end()) experts.push_back(id);
-  }
-  std::vector<float*> staged;
-  Status status = place.domain->StagedGradients(place.version, place.rank, layer, stage, experts, &staged);
-  if (!status.ok()) return status;
-  ParallelFor(executor, int64_t(experts.size()), [&](int64_t k) {
-    bool is_first = true;
-    for (size_t i = 0; i < ids.size(); ++i) {
-      if (ids[i] != experts[k]) continue;
-      const float* block = blocks + i * elems;
-      if (is_first) {
-        std::memcpy(staged[k], block, elems * sizeof(float));
-      } else {
-        for (int64_t j = 0; j < elems; ++j) staged[k][j] += block[j];
-      }
-      is_first = false;
+// Waits to be admitted, adds up the blocks of each expert in their order, and sends the sums. To wait and to send is one
+// operation: between two, XLA may put another one's wait for a stage that only this one can make free.
+class AccumulateTask : public Task {
+ public:
+  AccumulateTask(const Place& place, ffi::RunId run, int layer, std::vector<int> ids, const float* blocks)
+      : place_(place), run_(run.run_id), layer_(layer), ids_(std::move(ids)), blocks_(blocks) {
+    for (int id : ids_) {
+      if (id >= 0 && std::find(experts_.begin(), experts_.end(), id) == experts_.end()) experts_.push_back(id);
     }
-  });
-  return place.domain->CloseStage(place.version, place.rank, layer, stage, experts, executor);
-}
+  }
+
+  std::optional<Status> Ready() override {
+    return place_.domain->StageAdmitted(place_.version, place_.rank, run_, layer_, &stage_);
+  }
+  std::string Describe() const override { return place_.domain->DescribeStages(); }
+  Status Work(Executor& executor, bool* is_done) override {
+    *is_done = true;
+    Domain& domain = *place_.domain;
+    const int64_t elems = domain.shape().block_elems;
+    std::vector<float*> staged;
+    Status status = domain.StageGradients(place_.version, place_.rank, layer_, stage_, experts_, &staged, executor);
+    if (!status.ok() || experts_.empty()) return status;
+    ParallelFor(executor, int64_t(experts_.size()), [&](int64_t k) {
+      bool is_first = true;
+      for (size_t i = 0; i < ids_.size(); ++i) {
+        if (ids_[i] != experts_[k]) continue;
+        const float* block = blocks_ + i * elems;
+        if (is_first) std::memcpy(staged[k], block, elems * sizeof(float));
+        else
+          for (int64_t j = 0; j < elems; ++j) staged[k][j] += block[j];
+        is_first = false;
+      }
+    });
+    return domain.SendGradients(place_.version, place_.rank, layer_, stage_, experts_, executor);
+  }
+  void Waited(double microseconds) override {
+    place_.domain->CountWait(place_.version, place_.rank, layer_, kWaitStage, microseconds);
+  }
+
+ private:
+  const Place place_;
+  const int64_t run_;
+  const int layer_;
+  const std::vector<int> ids_;
+  const float* const blocks_;
+  std::vector<int> experts_;
+  int stage_ = -1;
+};
 
 // ids (n,), -1 = none, blocks (n, block_elems) float32 -> token. An expert named twice gets the sum.
 ffi::Future AccumulateHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version, Ints member, Scalar layer, Token,
@@ -561,12 +635,9 @@ ffi::Future AccumulateHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version
                                    table.block_elems, " elements, sent were ", blocks.dimensions()[1]));
   }
   *token->typed_data() = 0.0f;
-  const std::vector<int> id_list(ids.typed_data(), ids.typed_data() + ids.element_count());
-  return SendGradients(
-      place, run, pool, *layer.typed_data(),
-      [place, layer = *layer.typed_data(), id_list, blocks = blocks.typed_data()](int stage, Executor& executor) {
-        return Accumulate(place, layer, stage, id_list, blocks, executor);
-      });
+  std::vector<int> id_list(ids.typed_data(), ids.typed_data() + ids.element_count());
+  return Start(place, pool, std::make_shared<AccumulateTask>(place, run, *layer.typed_data(), std::move(id_list),
+                                                             blocks.typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
                        ffi::Ffi::Bind()
@@ -585,7 +656,7 @@ ffi::Error PrefetchHandler(Ints version, Ints member, Scalar layer, Ints ids, ff
                            ffi::Result<ffi::AnyBuffer> y) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
-  if (x.untyped_data() != y->untyped_data()) std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
+  PassOn(x, y);
   return ToError(place.domain->Prefetch(place.version, *layer.typed_data(), RequestedExperts(ids)));
 }
 XLA_FFI_DEFINE_HANDLER(
@@ -626,9 +697,10 @@ extern "C" [[gnu::visibility("default")]] const Registration fef_registrations[]
 const Registration fef_registrations[] = {
     {"fef_grouped_matmul", kGroupedMatmul},
     {"fef_grouped_outer", kGroupedOuter},
+    {"fef_device_start", kDeviceStart},
+    {"fef_device_finish", kDeviceFinish},
     {"fef_ticket", kTicket},
     {"fef_publish", kPublish},
-    {"fef_await_published", kAwaitPublished},
     {"fef_await_closed", kAwaitClosed},
     {"fef_pooled_ffn", kPooledFfn},
     {"fef_pooled_ffn_backward", kPooledFfnBackward},

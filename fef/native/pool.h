@@ -26,7 +26,7 @@ struct PoolOptions {
   std::optional<uint64_t> chaos_seed;
   Membership membership;
   std::vector<int> host_of_member;  // [group][rank]; empty: all members are here
-  uint32_t window_bytes = 0;
+  Window window;
 };
 
 // All domains of one `fef.Pool`: a domain per (table, data-parallel group).

@@ -23,14 +23,15 @@ int32_t fef_pool_next_incarnation() { return fef::NextIncarnation(); }
 
 // host_of_member: [groups][members]; not read when there is one host.
 int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed, int32_t incarnation, int me, int num_hosts,
-                      const char* token, const int32_t* host_of_member, int num_members, int64_t window_bytes) {
+                      const char* token, const int32_t* host_of_member, int num_members, int64_t window_bytes,
+                      int64_t total_window_bytes) {
   fef::PoolOptions options;
   options.groups = groups;
   options.deadline_s = deadline_s;
   if (chaos_seed >= 0) options.chaos_seed = uint64_t(chaos_seed);
   options.membership = {me, num_hosts, incarnation, token};
   if (num_hosts > 1) options.host_of_member.assign(host_of_member, host_of_member + groups * num_members);
-  options.window_bytes = uint32_t(window_bytes);
+  options.window = {uint64_t(window_bytes), uint64_t(total_window_bytes)};
   return fef::OpenPool(std::move(options))->incarnation();
 }
 
@@ -73,7 +74,8 @@ void fef_pool_close(int32_t incarnation) { fef::ClosePool(incarnation); }
 // home, local: one entry per expert. *table receives the table's number.
 int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int experts, int members,
                        const int32_t* home, const int32_t* local, int blocks_per_member, int64_t block_elems,
-                       int elem_bytes, int slots, int stages, int32_t* table, char* error, int error_bytes) {
+                       int elem_bytes, int slots, int stages, int64_t cache_bytes, int32_t* table, char* error,
+                       int error_bytes) {
   const auto pool = fef::FindPool(incarnation);
   if (pool == nullptr) {
     const auto status = fef::Status::Error(fef::Code::kPoolClosed, "table ", name, ": the pool was closed");
@@ -91,6 +93,7 @@ int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int ex
   shape.elem_bytes = elem_bytes;
   shape.slots = slots;
   shape.stages = stages;
+  shape.cache_bytes = cache_bytes;
   return ToCode(pool->AddTable(shape, table), error, error_bytes);
 }
 

@@ -2,30 +2,42 @@
 //
 // Rows are sorted by expert: rows_E[e] rows of expert e, from the front; rows beyond their sum are unused and come out
 // as zeros. A block is W_gate (D, F), W_up (D, F), W_down (F, D), float32, contiguous.
+//
+// Each expert is computed as soon as its block can be read, and its gradient sent as soon as it is computed. Forward
+// this host's experts come first and backward last: meanwhile the others' blocks come, and their gradients go.
+//
+// A device that is modelled without values computes y = x w and its gradient, with w the first column of W_gate.
 #ifndef FEF_POOLED_FFN_H_
 #define FEF_POOLED_FFN_H_
 
-#include "domain.h"
+#include <memory>
+
+#include "device.h"
+#include "task.h"
 
 namespace fef {
 
-struct FfnRows {
-  int64_t num_rows = 0;   // N
-  int64_t d_model = 0;    // D
-  int64_t d_expert = 0;   // F
+struct FfnCall {
+  Domain* domain = nullptr;
+  Version version;
+  int64_t run = 0;  // the execution of the program
+  int rank = 0;
+  int layer = 0;
+  Device device;
+  DeviceQueue* queue = nullptr;
+  int64_t num_rows = 0;           // N
+  int64_t d_model = 0;            // D
+  int64_t d_expert = 0;           // F
   int64_t num_experts = 0;        // E
-  const int32_t* rows = nullptr;  // (E,)
+  const int32_t* rows = nullptr;  // (E,), read at once
 };
 
 // x: (N, D) -> y: (N, D), and g = x W_gate, u = x W_up: (N, F) for the backward pass.
-Status PooledFfn(Domain& domain, Executor& executor, const Version& version, int rank, int layer, const FfnRows& shape,
-                 const float* x, float* y, float* g, float* u);
+std::shared_ptr<Task> PooledFfn(const FfnCall& call, const float* x, float* y, float* g, float* u);
 
-// dy, x: (N, D), g, u: (N, F) -> dx: (N, D). The weights' gradients are written straight into the staging of their
-// homes, and the stage, to which the rank was admitted, is closed.
-Status PooledFfnBackward(Domain& domain, Executor& executor, const Version& version, int rank, int layer, int stage,
-                         const FfnRows& shape, const float* dy, const float* x, const float* g, const float* u,
-                         float* dx);
+// dy, x: (N, D), g, u: (N, F) -> dx: (N, D). The weights' gradients are written straight into the staging.
+std::shared_ptr<Task> PooledFfnBackward(const FfnCall& call, const float* dy, const float* x, const float* g,
+                                        const float* u, float* dx);
 
 }  // namespace fef
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace fef {
 namespace {
@@ -36,24 +38,30 @@ inline float Exp(float x) {
 
 inline float Sigmoid(float x) { return 1.0f / (1.0f + Exp(-x)); }
 
+// Cuts at segments, so that a segment comes out the same in whatever company it is computed.
 template <typename Body>
-void OverBlocks(Executor& executor, int64_t n, const Body& body) {
-  ParallelFor(executor, (n + kBlock - 1) / kBlock,
-              [&](int64_t i) { body(i * kBlock, std::min(n, (i + 1) * kBlock)); });
+void OverBlocks(Executor& executor, const std::vector<RowSegment>& segments, int64_t width, const Body& body) {
+  std::vector<std::pair<int64_t, int64_t>> blocks;
+  for (const RowSegment& segment : segments) {
+    const int64_t begin = segment.first_row * width, end = begin + segment.num_rows * width;
+    for (int64_t at = begin; at < end; at += kBlock) blocks.emplace_back(at, std::min(end, at + kBlock));
+  }
+  ParallelFor(executor, int64_t(blocks.size()), [&](int64_t i) { body(blocks[i].first, blocks[i].second); });
 }
 
 }  // namespace
 
-void SwiGlu(Executor& executor, int64_t n, const float* g, const float* u, float* h) {
-  OverBlocks(executor, n, [=](int64_t begin, int64_t end) {
+void SwiGlu(Executor& executor, const std::vector<RowSegment>& segments, int64_t width, const float* g, const float* u,
+            float* h) {
+  OverBlocks(executor, segments, width, [=](int64_t begin, int64_t end) {
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) h[i] = g[i] * Sigmoid(g[i]) * u[i];
   });
 }
 
-void SwiGluBackward(Executor& executor, int64_t n, const float* dh, const float* g, const float* u, float* dg,
-                    float* du) {
-  OverBlocks(executor, n, [=](int64_t begin, int64_t end) {
+void SwiGluBackward(Executor& executor, const std::vector<RowSegment>& segments, int64_t width, const float* dh,
+                    const float* g, const float* u, float* dg, float* du) {
+  OverBlocks(executor, segments, width, [=](int64_t begin, int64_t end) {
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) {
       const float dh_i = dh[i], g_i = g[i], u_i = u[i];

@@ -6,15 +6,18 @@
 
 #include <cstdint>
 
+#include "gemm.h"
 #include "parallel.h"
 
 namespace fef {
 
-void SwiGlu(Executor& executor, int64_t n, const float* g, const float* u, float* h);
+// Over the rows of the segments, all arrays (N, width).
+void SwiGlu(Executor& executor, const std::vector<RowSegment>& segments, int64_t width, const float* g, const float* u,
+            float* h);
 
 // From dh, the gradient with respect to h: dg = dh u silu'(g), du = dh silu(g).
-void SwiGluBackward(Executor& executor, int64_t n, const float* dh, const float* g, const float* u, float* dg,
-                    float* du);
+void SwiGluBackward(Executor& executor, const std::vector<RowSegment>& segments, int64_t width, const float* dh,
+                    const float* g, const float* u, float* dg, float* du);
 
 }  // namespace fef
 

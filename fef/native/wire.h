@@ -21,7 +21,8 @@ enum class Kind : uint16_t {
   kSegment,    // a descriptor comes with it: memory to be mapped, of `rank`, or of the host's stages if rank is -1
   kPublished,  // `rank` has published `version`
   kClosed,     // `rank` sends nothing more under `version` and reads it no more
-  kManifest,   // the host has closed a stage; payload: ManifestEntry for each expert that gets a gradient
+  kManifest,   // of a stage; payload: the experts, int32 each, that will get a gradient from this host
+  kGradient,   // one of these is made; `stage` and `rank`, an index among the host's members, say where it lies
   kSummed,     // the host has taken what it needs from a stage
   kRead,       // asks for `length` bytes at `offset` of a block
   kData,       // the answer; payload: the bytes, or the text of an error if `code` is not 0
@@ -45,11 +46,6 @@ struct Message {
   uint32_t reserved = 0;
 };
 static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 88);
-
-struct ManifestEntry {
-  int32_t expert;
-  int32_t source;  // index of the local member whose block holds the sum
-};
 
 inline std::string ToBytes(const Message& message, const std::string& payload = {}) {
   Message copy = message;

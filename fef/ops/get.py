@@ -23,7 +23,6 @@ def get(
     layer: jax.Array,
     ids_n: jax.Array,
     block_elems: int,
-    num_experts: int,
     dtype,
 ) -> jax.Array:
     """Reads blocks from the pool. Call inside an island.
@@ -34,7 +33,6 @@ def get(
       layer: () int32, layer of the table.
       ids_n: (n,) int32, experts; -1 gives zeros. An expert may be named twice.
       block_elems: elements of a block.
-      num_experts: E of the table.
       dtype: how blocks are stored, as given to `publish`.
 
     Returns:
@@ -46,9 +44,7 @@ def get(
     Raises (when it runs): StaleVersionError, PoolTimeoutError (a home has not published, or another member has not
       sent its gradients), PoolClosedError, PoolError (layer, expert or block size out of the table's).
     """
-    layer = jnp.asarray(layer, jnp.int32)
-    wanted_E = jnp.zeros(num_experts, jnp.int32).at[ids_n].set(1, mode="drop", wrap_negative_indices=False)
-    return _get(version_4, chain, layer, ids_n, wanted_E, _Like(block_elems, jnp.dtype(dtype).name))
+    return _get(version_4, chain, jnp.asarray(layer, jnp.int32), ids_n, _Like(block_elems, jnp.dtype(dtype).name))
 
 
 @jax.tree_util.register_static
@@ -60,21 +56,19 @@ class _Like(tuple):
 
 
 @jax.custom_vjp
-def _get(version_4, chain, layer, ids_n, wanted_E, like):
-    member_2 = member_index()
-    token = jax.ffi.ffi_call("fef_await_published", TOKEN)(version_4, member_2, layer, wanted_E, chain)
+def _get(version_4, chain, layer, ids_n, like):
     block_elems, dtype = like
     blocks = jax.ShapeDtypeStruct((ids_n.shape[0], block_elems), jnp.dtype(dtype))
-    return jax.ffi.ffi_call("fef_get", blocks)(version_4, member_2, layer, token, ids_n)
+    return jax.ffi.ffi_call("fef_get", blocks)(version_4, member_index(), layer, chain, ids_n)
 
 
-def _get_fwd(version_4, chain, layer, ids_n, wanted_E, like):
-    return _get(version_4, chain, layer, ids_n, wanted_E, like), (version_4, chain, layer, ids_n)
+def _get_fwd(version_4, chain, layer, ids_n, like):
+    return _get(version_4, chain, layer, ids_n, like), (version_4, chain, layer, ids_n)
 
 
 def _get_bwd(residuals, d_blocks):
     version_4, chain, layer, ids_n = residuals
-    return None, accumulate(version_4, chain, layer, ids_n, d_blocks), None, None, None, None
+    return None, accumulate(version_4, chain, layer, ids_n, d_blocks), None, None, None
 
 
 _get.defvjp(_get_fwd, _get_bwd)

@@ -9,17 +9,26 @@ with the same memory again, and writes the gradients of both experts into their 
 Only float32 blocks on a CPU; otherwise `get` and `expert_ffn`, which is also this operation's pure-JAX reference.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from fef.ops.device import REAL, Device
 from fef.ops.first_order import first_order
 from fef.ops.publish import TOKEN
 from fef.sharding import member_index
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def pooled_ffn(
-    version_4: jax.Array, chain: jax.Array, layer: jax.Array, x_ND: jax.Array, rows_E: jax.Array, like_0F: jax.Array
+    version_4: jax.Array,
+    chain: jax.Array,
+    layer: jax.Array,
+    x_ND: jax.Array,
+    rows_E: jax.Array,
+    like_0F: jax.Array,
+    device: Device = REAL,
 ) -> jax.Array:
     """Applies each row's expert. Call inside an island.
 
@@ -30,6 +39,7 @@ def pooled_ffn(
       x_ND: (N, D) float32, rows sorted by expert; rows beyond the sum of rows_E are unused.
       rows_E: (E,) int32, rows of each expert.
       like_0F: (0, F) float32, gives the hidden width.
+      device: whose time this takes; see `fef.ops.device`.
 
     Returns:
       y_ND (N, D) float32; unused rows are zero.
@@ -39,29 +49,29 @@ def pooled_ffn(
       order. vmap and jvp are refused by JAX, second order by `first_order`.
     Raises (when it runs): as `get`.
     """
-    return _forward(version_4, chain, layer, x_ND, rows_E, like_0F)[0]
+    return _forward(version_4, chain, layer, x_ND, rows_E, like_0F, device)[0]
 
 
-def _forward(version_4, chain, layer, x_ND, rows_E, like_0F):
-    member_2 = member_index()
-    token = jax.ffi.ffi_call("fef_await_published", TOKEN)(version_4, member_2, layer, rows_E, chain)
+def _forward(version_4, chain, layer, x_ND, rows_E, like_0F, device):
     hidden = jax.ShapeDtypeStruct((x_ND.shape[0], like_0F.shape[1]), jnp.float32)
     results = (jax.ShapeDtypeStruct(x_ND.shape, jnp.float32), hidden, hidden)
-    return jax.ffi.ffi_call("fef_pooled_ffn", results)(version_4, member_2, layer, token, x_ND, rows_E)
+    call = jax.ffi.ffi_call("fef_pooled_ffn", results)
+    return call(version_4, member_index(), layer, chain, x_ND, rows_E, **device.rates, has_values=device.has_values)
 
 
-def _pooled_ffn_fwd(version_4, chain, layer, x_ND, rows_E, like_0F):
+def _pooled_ffn_fwd(version_4, chain, layer, x_ND, rows_E, like_0F, device):
     x_ND = first_order("pooled_ffn", x_ND)
-    y_ND, g_NF, u_NF = _forward(version_4, chain, layer, x_ND, rows_E, like_0F)
+    y_ND, g_NF, u_NF = _forward(version_4, chain, layer, x_ND, rows_E, like_0F, device)
     return y_ND, (version_4, chain, layer, x_ND, rows_E, g_NF, u_NF)
 
 
-def _pooled_ffn_bwd(residuals, dy_ND):
+def _pooled_ffn_bwd(device, residuals, dy_ND):
     version_4, chain, layer, x_ND, rows_E, g_NF, u_NF = residuals
     dy_ND, x_ND, g_NF, u_NF = first_order("pooled_ffn", (dy_ND, x_ND, g_NF, u_NF))
     results = (jax.ShapeDtypeStruct(x_ND.shape, jnp.float32), TOKEN)
     call = jax.ffi.ffi_call("fef_pooled_ffn_backward", results, has_side_effect=True)
-    dx_ND, d_chain = call(version_4, member_index(), layer, chain, dy_ND, x_ND, g_NF, u_NF, rows_E)
+    operands = (version_4, member_index(), layer, chain, dy_ND, x_ND, g_NF, u_NF, rows_E)
+    dx_ND, d_chain = call(*operands, **device.rates, has_values=device.has_values)
     return None, d_chain, None, dx_ND, None, jnp.zeros((0, g_NF.shape[1]), jnp.float32)
 
 

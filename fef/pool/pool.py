@@ -65,7 +65,7 @@ class Pool:
             groups, ctypes.c_double(self.config.deadline_s), ctypes.c_int64(_chaos_seed()), self.incarnation,
             jax.process_index(), num_hosts, token.encode(),
             host_of_member.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), members,
-            ctypes.c_int64(self.config.window_bytes),
+            ctypes.c_int64(self.config.window_bytes), ctypes.c_int64(self.config.total_window_bytes),
         )  # fmt: skip
 
     def _meet(self, transport: str) -> str:
@@ -179,7 +179,8 @@ class Pool:
         self._call(
             "fef_pool_add_table", name.encode(), num_layers, experts.num_experts, experts.num_members,
             home_E.ctypes.data_as(ints), local_E.ctypes.data_as(ints), experts.per_member,
-            ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages, ctypes.byref(number),
+            ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages,
+            ctypes.c_int64(self.config.cache_bytes), ctypes.byref(number),
         )  # fmt: skip
         return number.value
 

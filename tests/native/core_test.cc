@@ -109,11 +109,14 @@ void TestGroupedMatmul(bool transpose_w, float beta) {
   weights[1] = weights[2] = nullptr;  // experts without rows
   Floats y = before, again = before;
   Threads threads(4);
-  fef::GroupedMatmul(threads, kSegments, x.data(), kInner, weights.data(), transpose_w, y.data(), kOuter, beta);
+  const int64_t rows = fef::CountRows(kSegments);
+  fef::GroupedMatmul(threads, kSegments, rows, x.data(), kInner, weights.data(), transpose_w, y.data(), kOuter, beta);
   Check(MaxError(y, wanted) < 1e-4f, "GroupedMatmul, transpose " + std::to_string(transpose_w) + ", beta " +
                                          std::to_string(beta) + ": error " + std::to_string(MaxError(y, wanted)));
-  fef::GroupedMatmul(threads, kSegments, x.data(), kInner, weights.data(), transpose_w, again.data(), kOuter, beta);
-  Check(y == again, "GroupedMatmul is bit-deterministic");
+  for (const fef::RowSegment& s : kSegments) {
+    fef::GroupedMatmul(threads, {s}, rows, x.data(), kInner, weights.data(), transpose_w, again.data(), kOuter, beta);
+  }
+  Check(y == again, "GroupedMatmul gives the same bits segment by segment");
 }
 
 void TestGroupedOuter() {
@@ -136,7 +139,8 @@ void TestGroupedOuter() {
   outputs[4] = nullptr;
   for (int64_t i = 0; i < size; ++i) wanted[4 * size + i] = kept;
   Threads threads(4);
-  fef::GroupedOuter(threads, kSegments, a.data(), kInner, b.data(), kOuter, outputs.data(), kExperts);
+  const int64_t rows = fef::CountRows(kSegments);
+  fef::GroupedOuter(threads, kSegments, rows, a.data(), kInner, b.data(), kOuter, outputs.data(), kExperts);
   Check(MaxError(result, wanted) < 1e-3f, "GroupedOuter: error " + std::to_string(MaxError(result, wanted)));
   for (int64_t i = size; i < 3 * size; ++i) {
     if (result[i] != 0.0f) return Check(false, "GroupedOuter: an expert without rows is not exactly zero");
@@ -162,10 +166,11 @@ void TestSegmentChecks() {
 void TestSwiGlu() {
   const int64_t n = 40001;  // several blocks and a remainder
   Floats g = Random(n, 6, 4.0f), u = Random(n, 7), dh = Random(n, 8), h(n), dg(n), du(n);
+  const std::vector<fef::RowSegment> row = {{0, 1, 0}};
   g[0] = 0.0f, g[1] = 500.0f, g[2] = -500.0f, g[3] = 88.5f, g[4] = -88.5f;
   Threads threads(4);
-  fef::SwiGlu(threads, n, g.data(), u.data(), h.data());
-  fef::SwiGluBackward(threads, n, dh.data(), g.data(), u.data(), dg.data(), du.data());
+  fef::SwiGlu(threads, row, n, g.data(), u.data(), h.data());
+  fef::SwiGluBackward(threads, row, n, dh.data(), g.data(), u.data(), dg.data(), du.data());
   double error = 0.0;
   for (int64_t i = 0; i < n; ++i) {
     const double x = g[i], s = 1.0 / (1.0 + std::exp(-x));
@@ -176,10 +181,10 @@ void TestSwiGlu() {
   }
   Check(error < 2e-6, "SwiGlu: relative error " + std::to_string(error));
   Floats in_place = dh;
-  fef::SwiGluBackward(threads, n, in_place.data(), g.data(), u.data(), in_place.data(), du.data());
+  fef::SwiGluBackward(threads, row, n, in_place.data(), g.data(), u.data(), in_place.data(), du.data());
   Check(in_place == dg, "SwiGluBackward in place");
   g[0] = NAN;
-  fef::SwiGlu(threads, n, g.data(), u.data(), h.data());
+  fef::SwiGlu(threads, row, n, g.data(), u.data(), h.data());
   Check(std::isnan(h[0]) && !std::isnan(h[1]), "SwiGlu keeps NaN");
 }
 

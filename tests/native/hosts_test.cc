@@ -19,7 +19,7 @@ using namespace fef_test;
 
 // Some hosts, connected; members are dealt out to them in blocks.
 struct Job {
-  Job(int num_hosts, int num_members, bool is_mapped, uint32_t window_bytes = 32 << 10, double deadline_s = kDeadline)
+  Job(int num_hosts, int num_members, bool is_mapped, double deadline_s = kDeadline)
       : num_members(num_members) {
     static int last_token = 0;
     token = "job" + std::to_string(getpid()) + "." + std::to_string(++last_token);
@@ -30,7 +30,7 @@ struct Job {
       options.deadline_s = deadline_s;
       options.membership = {host, num_hosts, 7, token};
       options.host_of_member = host_of_rank;
-      options.window_bytes = window_bytes;
+      options.window = {32 << 10, 48 << 10};
       hosts.push_back(std::make_shared<fef::Pool>(options));
       CheckOk(hosts[host]->Listen("127.0.0.1", &endpoints[host]), "Listen");
     }
@@ -87,10 +87,11 @@ std::vector<float> WantedSum(const Job& job, const fef::TableShape& shape, int c
 }
 
 void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_elems, int steps, bool is_mapped,
-                       int num_microbatches) {
+                       int num_microbatches, int64_t cache_bytes = INT64_MAX) {
   const int layers = 3;
   Job job(num_hosts, members, is_mapped);
-  const fef::TableShape shape = Shape(members, experts, layers, block_elems, /*slots=*/2, /*stages=*/2);
+  fef::TableShape shape = Shape(members, experts, layers, block_elems, /*slots=*/2, /*stages=*/2);
+  shape.cache_bytes = cache_bytes;
   job.AddTable(shape);
   Barrier barrier(members);
   InParallel(members, [&](int rank) {
@@ -106,12 +107,15 @@ void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_el
       for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
         const Version version = At(counter, microbatch);
         for (int layer = 0; layer < layers; ++layer) {
-          CheckOk(Wait(domain, [&] { return domain.Readable(version, layer, all); }), "Readable");
-          for (int expert : all) {
-            Lease lease;
-            CheckOk(domain.Read(version, rank, layer, expert, &lease), "Read");
-            Check(HoldsOnly(lease, block_elems, BlockValue(counter, layer, expert / members, expert % members)),
-                  "a block has its publisher's contents");
+          domain.Approach(version, layer, /*is_backward=*/false);
+          for (std::vector<int> pending = all; !pending.empty();) {
+            std::vector<fef::Loan> loans;
+            CheckOk(Wait(domain, [&] { return domain.Read(version, rank, layer, pending, false, &loans); }), "Read");
+            for (const fef::Loan& loan : loans) {
+              const float wanted = BlockValue(counter, layer, loan.expert / members, loan.expert % members);
+              Check(HoldsOnly(loan.lease, block_elems, wanted), "a block has its publisher's contents");
+              pending.erase(std::find(pending.begin(), pending.end(), loan.expert));
+            }
           }
         }
         for (int layer = layers - 1; layer >= 0; --layer) {
@@ -171,7 +175,7 @@ void TestStrangers() {
   say(bytes);
   Check(job.hosts[0]->num_refused() == 4, std::to_string(job.hosts[0]->num_refused()) + " were refused");
   CheckOk(Publish(job.of(0), At(1), 0, 1), "Publish");
-  CheckOk(Wait(job.of(1), [&] { return job.of(1).Readable(At(1), 0, {0}); }), "the others are served all the same");
+  CheckOk(Wait(job.of(1), [&] { return PollAll(job.of(1), At(1), 1, 0, {0}); }), "the others are served all the same");
 }
 
 // A read is answered with what was asked for or not at all.
@@ -219,16 +223,16 @@ void TestHostIsLost(bool is_mapped) {
   job.AddTable(Shape(3, 3, 2, 100, 2, 2));
   for (int rank : {0, 1}) CheckOk(Publish(job.of(rank), At(1), rank, 1), "Publish");
   std::thread wait([&] {
-    CheckError(Wait(job.of(0), [&] { return job.of(0).Readable(At(1), 0, {2}); }), Code::kPeerLost,
+    CheckError(Wait(job.of(0), [&] { return PollAll(job.of(0), At(1), 0, 0, {2}); }), Code::kPeerLost,
                "table moe, version (7,1): rank 2 has not published it: host 2 (rank 2) is gone: it has closed its pool",
                "a wait for a host that goes away");
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   job.hosts[2]->Close();
   wait.join();
-  CheckOk(Wait(job.of(0), [&] { return job.of(0).Readable(At(1), 0, {0, 1}); }), "the others stay readable");
+  CheckOk(Wait(job.of(0), [&] { return PollAll(job.of(0), At(1), 0, 0, {0, 1}); }), "the others stay readable");
   Lease lease;
-  CheckOk(job.of(0).Read(At(1), 0, 0, 1, &lease), "the others stay readable");
+  CheckOk(Read(job.of(0), At(1), 0, 0, 1, &lease), "the others stay readable");
   int stage;
   CheckError(Wait(job.of(0), [&] { return job.of(0).StageAdmitted(At(1), 0, 1, 0, &stage); }), Code::kPeerLost,
              "accumulate: table moe, version (7,1), layer 0: host 2 (rank 2) is gone", "gradients need everybody");
@@ -243,6 +247,9 @@ int main() {
     TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, /*block_elems=*/9000, /*steps=*/8, is_mapped, 3);
     TestTrainingSteps(/*num_hosts=*/4, /*members=*/4, /*experts=*/3, /*block_elems=*/20000, /*steps=*/4, is_mapped, 2);
     TestHostIsLost(is_mapped);
+  }
+  for (int64_t blocks : {0, 1, 5}) {
+    TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, 9000, /*steps=*/4, false, 2, blocks * 9000 * 4);
   }
   TestStrangers();
   TestReadsAreChecked();

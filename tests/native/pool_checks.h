@@ -142,6 +142,23 @@ inline Status Publish(Domain& domain, const Version& version, int rank, int64_t 
       executor);
 }
 
+// One block, which must be there.
+inline Status Read(Domain& domain, const Version& version, int rank, int layer, int expert, Lease* lease) {
+  std::lock_guard<std::mutex> lock(domain.mutex());
+  std::vector<fef::Loan> loans;
+  const std::optional<Status> status = domain.Read(version, rank, layer, {expert}, /*is_all=*/true, &loans);
+  if (!status) return Status::Error(Code::kDeadlineExceeded, "it would have to wait");
+  if (status->ok()) *lease = std::move(loans[0].lease);
+  return *status;
+}
+
+// All of the blocks, waited for and looked at by no one.
+inline std::optional<Status> PollAll(Domain& domain, const Version& version, int rank, int layer,
+                                     const std::vector<int>& experts) {
+  std::vector<fef::Loan> loans;
+  return domain.Read(version, rank, layer, experts, /*is_all=*/true, &loans);
+}
+
 inline void SendGradients(Domain& domain, const Version& version, int rank, int64_t run, int layer) {
   const fef::TableShape& shape = domain.shape();
   int stage = -1;
@@ -151,14 +168,15 @@ inline void SendGradients(Domain& domain, const Version& version, int rank, int6
     if (Sends(version.counter, layer, expert, rank)) experts.push_back(expert);
   }
   std::vector<float*> blocks;
-  CheckOk(domain.StagedGradients(version, rank, layer, stage, experts, &blocks), "StagedGradients");
-  for (size_t k = 0; k < blocks.size(); ++k) {
-    for (int64_t i = 0; i < shape.block_elems; ++i) {
-      blocks[k][i] = Gradient(version.counter, layer, experts[k], rank, i);
-    }
-  }
   Threads executor;
-  CheckOk(domain.CloseStage(version, rank, layer, stage, experts, executor), "CloseStage");
+  CheckOk(domain.StageGradients(version, rank, layer, stage, experts, &blocks, executor), "StageGradients");
+  for (size_t k = 0; k < blocks.size(); ++k) {  // one by one, the last first
+    const size_t at = blocks.size() - 1 - k;
+    for (int64_t i = 0; i < shape.block_elems; ++i) {
+      blocks[at][i] = Gradient(version.counter, layer, experts[at], rank, i);
+    }
+    CheckOk(domain.SendGradients(version, rank, layer, stage, {experts[at]}, executor), "SendGradients");
+  }
 }
 
 }  // namespace fef_test

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "await.h"
+#include "task.h"
 #include "domain.h"
 #include "pool.h"
 #include "pool_checks.h"
@@ -98,10 +98,10 @@ void TestTrainingSteps(int members, int experts, int64_t block_elems, int steps)
       for (int layer = 0; layer < layers; ++layer) {
         std::vector<int> all(experts);
         for (int expert = 0; expert < experts; ++expert) all[expert] = expert;
-        CheckOk(Wait(domain, [&] { return domain.Published(At(counter), all); }), "Published");
+        CheckOk(Wait(domain, [&] { return PollAll(domain, At(counter), rank, layer, all); }), "PollAll");
         for (int expert : all) {
           Lease lease;
-          CheckOk(domain.Read(At(counter), rank, layer, expert, &lease), "Read");
+          CheckOk(Read(domain, At(counter), rank, layer, expert, &lease), "Read");
           const int home = expert % members;
           Check(HoldsOnly(lease, block_elems, BlockValue(counter, layer, expert / members, home)),
                 "a block has its publisher's contents");
@@ -147,9 +147,9 @@ void TestUsesMeetInTheirOrder() {
       int stage = -1;
       CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(1), rank, 1, 0, &stage); }), "StageAdmitted");
       std::vector<float*> blocks;
-      CheckOk(domain.StagedGradients(At(1), rank, 0, stage, {0}, &blocks), "StagedGradients");
+      CheckOk(domain.StageGradients(At(1), rank, 0, stage, {0}, &blocks, executor), "StageGradients");
       *blocks.at(0) = gradients[rank][use];
-      CheckOk(domain.CloseStage(At(1), rank, 0, stage, {0}, executor), "CloseStage");
+      CheckOk(domain.SendGradients(At(1), rank, 0, stage, {0}, executor), "SendGradients");
     }
     CheckOk(domain.CloseVersion(At(1), rank), "CloseVersion");
   }
@@ -172,9 +172,10 @@ void TestStaleReaders() {
     readers.emplace_back([&, reader] {
       std::mt19937 random(reader);
       while (!is_done) {
+        if (newest == 0) continue;
         const int counter = std::max(1, newest - int(random() % 4));
         Lease lease;
-        const Status status = domain.Read(At(counter), 1, 0, 0, &lease);
+        const Status status = Read(domain, At(counter), 1, 0, 0, &lease);
         if (!status.ok()) {
           Check(status.code == Code::kStaleVersion, "a reader is refused as stale: " + status.message);
           ++num_refused;
@@ -208,7 +209,7 @@ void TestPublishTwoAtOnce() {
     for (int i : {0, 1}) {
       for (int layer : {0, 1}) {
         Lease lease;
-        CheckOk(domain.Read(At(counter + i), 0, layer, 1, &lease), "Read");
+        CheckOk(Read(domain, At(counter + i), 0, layer, 1, &lease), "Read");
         Check(lease.block() != nullptr && HoldsOnly(lease, elems, BlockValue(counter + i, layer, 1, 0)),
               "two versions do not share a slot");
       }
@@ -226,7 +227,7 @@ void TestLeases() {
     Lease leases[2];
     for (int counter : {1, 2}) {
       CheckOk(Publish(domain, counter, 0, counter), "Publish beside a leased slot");
-      CheckOk(domain.Read(At(counter), 0, 0, 0, &leases[counter - 1]), "Read");
+      CheckOk(Read(domain, At(counter), 0, 0, 0, &leases[counter - 1]), "Read");
       CheckOk(domain.Release(At(counter), 0), "Release");
     }
     CheckError(Publish(domain, 3, 0, 3), Code::kDeadlineExceeded,
@@ -235,12 +236,12 @@ void TestLeases() {
     for (int counter : {1, 2}) Check(HoldsOnly(leases[counter - 1], 10, BlockValue(counter, 0, 0, 0)),
                                      "a leased block was not written to");
     Lease late;
-    CheckError(domain.Read(At(1), 0, 0, 0, &late), Code::kStaleVersion, "no slot holds this version",
+    CheckError(Read(domain, At(1), 0, 0, 0, &late), Code::kStaleVersion, "no slot holds this version",
                "a version whose slot was taken away");
   }
   CheckOk(Publish(domain, 4, 0, 4), "Publish after the leases were dropped");
   Lease lease;
-  CheckOk(domain.Read(At(4), 0, 0, 0, &lease), "Read");
+  CheckOk(Read(domain, At(4), 0, 0, 0, &lease), "Read");
 }
 
 // A failed execution leaves stages that nobody will close; the next execution takes them over.
@@ -269,7 +270,8 @@ void TestAbandonedStages() {
     CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(counter), 0, run, 0, &stage); }), "StageAdmitted");
   }
   std::vector<float*> blocks;
-  CheckError(domain.StagedGradients(At(1), 0, 1, 1, {0}, &blocks), Code::kInvalidArgument,
+  Threads executor;
+  CheckError(domain.StageGradients(At(1), 0, 1, 1, {0}, &blocks, executor), Code::kInvalidArgument,
              "rank 0 was not admitted to a stage", "the old admission");
 }
 
@@ -309,7 +311,7 @@ void TestRefusals() {
   Lease lease;
   auto published = [&](const Version& version) {
     std::lock_guard<std::mutex> lock(domain.mutex());
-    return domain.Published(version, {0, 1});
+    return PollAll(domain, version, 0, 0, {0, 1});
   };
   Check(!published(At(41)), "a version that may still come is waited for");
   Check(published(At(40))->ok(), "the newest version is there");
@@ -317,11 +319,11 @@ void TestRefusals() {
              "an old version is not waited for");
   CheckError(*published({kIncarnation + 1, 40, 0}), Code::kStaleVersion, "belongs to another incarnation",
              "another incarnation");
-  CheckError(domain.Read(At(38), 0, 0, 1, &lease), Code::kStaleVersion,
+  CheckError(Read(domain, At(38), 0, 0, 1, &lease), Code::kStaleVersion,
              "expert 1, home rank 1: no slot holds this version", "a refilled slot");
-  CheckError(domain.Read(At(40), 0, 1, 0, &lease), Code::kInvalidArgument, "layer 1, expert 0 is out of range",
+  CheckError(Read(domain, At(40), 0, 1, 0, &lease), Code::kInvalidArgument, "layer 1, expert 0 is out of range",
              "layer out of range");
-  CheckError(domain.Read(At(40), 0, 0, 2, &lease), Code::kInvalidArgument, "expert 2 is out of range",
+  CheckError(Read(domain, At(40), 0, 0, 2, &lease), Code::kInvalidArgument, "expert 2 is out of range",
              "expert out of range");
   CheckError(domain.CloseVersion(At(1), 0), Code::kStaleVersion, "collect: table moe, version (5,1)",
              "closing an old version");
@@ -330,9 +332,9 @@ void TestRefusals() {
   CheckOk(Wait(domain, [&] { return domain.StageAdmitted(At(40), 0, 40, 0, &stage); }), "StageAdmitted");
   std::vector<float*> blocks;
   Threads executor;
-  CheckError(domain.StagedGradients(At(40), 0, 0, stage, {0, 2}, &blocks), Code::kInvalidArgument,
+  CheckError(domain.StageGradients(At(40), 0, 0, stage, {0, 2}, &blocks, executor), Code::kInvalidArgument,
              "expert 2 is out of range", "gradient out of range");
-  CheckError(domain.CloseStage(At(40), 1, 0, stage, {}, executor), Code::kInvalidArgument, "rank 1 was not admitted",
+  CheckError(domain.SendGradients(At(40), 1, 0, stage, {}, executor), Code::kInvalidArgument, "rank 1 was not admitted",
              "a rank without admission");
   CheckError(Domain(Shape(65, 65, 1, 1, 2, 2), 1, 1.0, std::nullopt).Open(), Code::kInvalidArgument, "at most 64",
              "65 members");
@@ -344,7 +346,7 @@ void TestRefusals() {
   CheckOk(domain.ReadLedger(At(40), 0, counts.data(), waits_us.data()), "ReadLedger");
   Check(waits_us == std::vector<float>{2.0f, 0.0f, 0.0f}, "waits are counted where they belong");
   domain.Close();
-  CheckError(domain.Read(At(40), 0, 0, 0, &lease), Code::kPoolClosed, "closed", "Read after Close");
+  CheckError(Read(domain, At(40), 0, 0, 0, &lease), Code::kPoolClosed, "closed", "Read after Close");
   CheckError(Publish(domain, 41, 0, 41), Code::kPoolClosed, "closed", "Publish after Close");
 }
 
@@ -373,17 +375,18 @@ void TestCloseEndsWaits() {
   std::mutex mutex;
   std::condition_variable changed;
   int num_answers = 0;
-  auto done = [&](const Status& status, double) {
+  auto done = [&](const Status& status) {
     CheckError(status, Code::kPoolClosed, "the pool was closed", "a wait when the pool is closed");
     std::lock_guard<std::mutex> lock(mutex);
     ++num_answers;
     changed.notify_all();
   };
   auto await = [&](std::function<std::optional<Status>()> poll) {
-    fef::Await(pool, domain, std::move(poll), [] { return std::string("unused"); }, done);
+    auto task = std::make_shared<fef::Condition>(std::move(poll), [] { return std::string("unused"); }, [](double) {});
+    fef::Run(pool, domain, std::move(task), executor, done);
   };
   for (int i = 0; i < 4; ++i) {
-    await([&domain, never] { return domain.Published(never, {0}); });
+    await([&domain, never] { return PollAll(domain, never, 0, 0, {0}); });
     await([&domain, version] { return domain.AllClosed(version); });
     await([&domain, version, stage]() mutable { return domain.StageAdmitted(version, 0, 1, 0, &stage); });
   }
@@ -408,16 +411,15 @@ void TestDeadline() {
   Threads executor;
   CheckOk(domain.Publish(version, 1, 1, [](int, int, char*) {}, executor), "Publish");
   std::atomic<bool> is_done{false};
-  fef::Await(
-      pool, domain, [&] { return domain.Published(version, {0, 1}); },
-      [&] { return domain.DescribeUnpublished(version); },
-      [&](const Status& status, double waited_us) {
-        CheckError(status, Code::kDeadlineExceeded,
-                   "get: table moe, version " + version.text() + ": rank 0 has not published it within 0.02",
-                   "the deadline's text");
-        Check(waited_us > 0, "the wait is measured");
-        is_done = true;
-      });
+    auto task = std::make_shared<fef::Condition>(
+      [&] { return PollAll(domain, version, 1, 0, {0, 1}); },
+      [&] { return domain.DescribeUnreadable(version, 0, {0, 1}); }, [](double) {});
+  fef::Run(pool, domain, task, executor, [&](const Status& status) {
+    CheckError(status, Code::kDeadlineExceeded,
+               "get: table moe, version " + version.text() + ": rank 0 has not published it within 0.02",
+               "the deadline's text");
+    is_done = true;
+  });
   while (!is_done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   fef::ClosePool(pool->incarnation());
 }

@@ -57,7 +57,7 @@ def handle(pool):
 
 @pytest.fixture(scope="module")
 def loss(mesh):
-    return lambda w, x, handle: programs.get_loss(mesh, handle, w, x, IDS_LMN, E)
+    return lambda w, x, handle: programs.get_loss(mesh, handle, w, x, IDS_LMN)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_worked_example():
 
     def weighted(w, handle):
         published = programs.publish_all(mesh, handle, (w,))
-        blocks = programs.get_all(mesh, published, 0, [[1, -1], [0, 1]], 2, 2)
+        blocks = programs.get_all(mesh, published, 0, [[1, -1], [0, 1]], 2)
         return (blocks * coefficients).sum(), blocks
 
     with Pool(mesh) as pool:
@@ -104,7 +104,7 @@ def test_scan_over_layers(mesh, handle, remat):
         published = programs.publish_all(mesh, handle, (w,))
 
         def layer(x_MD, layer_and_ids):
-            return programs.get_layer(mesh, published, layer_and_ids[0], x_MD, layer_and_ids[1], E), None
+            return programs.get_layer(mesh, published, layer_and_ids[0], x_MD, layer_and_ids[1]), None
 
         layer = jax.checkpoint(layer) if remat else layer
         return (jax.lax.scan(layer, x_MD, (jnp.arange(L), IDS_LMN))[0] ** 2).sum()
@@ -124,7 +124,7 @@ def test_gradient_accumulation(mesh, handle):
         def microbatch(chain_M, index, x_MD):
             published = programs.at_microbatch((version_M4, chain_M), index)
             for layer in range(L):
-                x_MD = programs.get_layer(mesh, published, layer, x_MD, IDS_LMN[layer], E)
+                x_MD = programs.get_layer(mesh, published, layer, x_MD, IDS_LMN[layer])
             return (x_MD**2).sum()
 
         def add(sums, index_and_x):
@@ -160,7 +160,7 @@ def test_one_layer_read_by_branches_that_do_not_depend_on_each_other(mesh, handl
 
     def branches(w, x_MD, handle):
         published = programs.publish_all(mesh, handle, (w,))
-        ends = [programs.get_layer(mesh, published, 1, scale * x_MD, IDS_LMN[2], E) for scale in (1, 2, 3)]
+        ends = [programs.get_layer(mesh, published, 1, scale * x_MD, IDS_LMN[2]) for scale in (1, 2, 3)]
         return sum((end**2).sum() for end in ends)
 
     def wanted(w, x_MD):
@@ -196,7 +196,7 @@ def test_more_members_than_experts_on_8_devices():
     ids_LMn = rng.integers(-1, 3, (1, 8, 2))
     with Pool(mesh) as pool:
         handle = pool.table("test", 1, table, ((D,),), jnp.float32)
-        run = jax.jit(jax.value_and_grad(lambda w, x: programs.get_loss(mesh, handle, w, x, ids_LMn, 3)))
+        run = jax.jit(jax.value_and_grad(lambda w, x: programs.get_loss(mesh, handle, w, x, ids_LMn)))
         got = run(w, x_MD)
     wanted = jax.value_and_grad(lambda w: programs.reference_get_loss(table, w, x_MD, ids_LMn))
     programs.assert_close(got, jax.jit(wanted)(w))
@@ -215,7 +215,7 @@ def test_bfloat16_blocks_of_several_runs_and_parts(mesh, pool):
         def read(runs):
             published = programs.publish_all(mesh, handle, runs, num_parts=2, dtype=jnp.bfloat16)
             ids_Mn = np.array([[0], [1], [5], [1]])
-            blocks = [programs.get_all(mesh, published, layer, ids_Mn, 8, E, jnp.bfloat16) for layer in range(3)]
+            blocks = [programs.get_all(mesh, published, layer, ids_Mn, 8, jnp.bfloat16) for layer in range(3)]
             return sum(b.astype(jnp.float32).sum() * (layer + 1) for layer, b in enumerate(blocks)), blocks
 
         return jax.grad(read, has_aux=True)(runs)
@@ -238,7 +238,7 @@ def test_bfloat16_blocks_of_several_runs_and_parts(mesh, pool):
 def test_two_pools_and_one_compiled_program(mesh, pool, handle, value_and_grad):
     """Handles are run-time values: the program serves any pool, and pools do not share memory."""
     publish_it = jax.jit(lambda w, handle: programs.publish_all(mesh, handle, (w,)))
-    read = jax.jit(lambda published: programs.get_all(mesh, published, 1, [[0, 5]] * R, D, E))
+    read = jax.jit(lambda published: programs.get_all(mesh, published, 1, [[0, 5]] * R, D))
     with Pool(mesh) as other:
         other_handle = other.table("test", L, TABLE, ((D,),), jnp.float32)
         programs.assert_close(value_and_grad(W2, X_MD, other_handle), reference_grad(W2, X_MD))
@@ -263,7 +263,7 @@ def test_compiled_program(mesh, handle):
         def run(w, x_MD):
             published = programs.publish_all(mesh, handle, (w,))
             for layer in range(2):
-                x_MD = programs.get_layer(mesh, published, layer, x_MD, IDS_LMN[layer], E)
+                x_MD = programs.get_layer(mesh, published, layer, x_MD, IDS_LMN[layer])
             return x_MD
 
         y_MD, vjp = jax.vjp(run, w, x_MD)
@@ -279,10 +279,10 @@ def test_compiled_program(mesh, handle):
 
     (publish_line,) = compiled_calls(text, "fef_publish")
     chain = publish_line.split()[0]
-    for target, count in (("fef_await_published", 2), ("fef_accumulate", 2), ("fef_await_closed", 1)):
+    for target, count in (("fef_get", 2), ("fef_accumulate", 2), ("fef_await_closed", 1)):
         lines = compiled_calls(text, target)
         assert len(lines) == count and all(re.search(rf"[(, ]{chain}[,)]", line) for line in lines), target
-        assert target == "fef_await_published" or all("custom_call_has_side_effect=true" in line for line in lines)
+        assert target == "fef_get" or all("custom_call_has_side_effect=true" in line for line in lines)
 
 
 def test_equal_reads_send_their_gradients_twice(mesh, handle):
@@ -290,7 +290,7 @@ def test_equal_reads_send_their_gradients_twice(mesh, handle):
 
     def twice(w, handle):
         published = programs.publish_all(mesh, handle, (w,))
-        return sum(programs.get_all(mesh, published, 0, [[2]] * R, D, E).sum() for _ in range(2))
+        return sum(programs.get_all(mesh, published, 0, [[2]] * R, D).sum() for _ in range(2))
 
     grad = np.asarray(jax.jit(jax.grad(twice))(W1, handle))
     assert (grad[0, TABLE.position_E[2]] == 2 * R).all() and grad.sum() == 2 * R * D
@@ -319,7 +319,7 @@ def test_refused_transformations(loss, handle, transform, error, text):
 def test_vmap_over_ids_is_refused(mesh):
     published = np.zeros((R, 4), np.int32), np.zeros(R, np.float32)
     with pytest.raises(NotImplementedError, match="vmap is only supported"):
-        jax.vmap(lambda ids_Mn: programs.get_all(mesh, published, 0, ids_Mn, D, E))(IDS_LMN)
+        jax.vmap(lambda ids_Mn: programs.get_all(mesh, published, 0, ids_Mn, D))(IDS_LMN)
 
 
 # ---- What fails when it runs, and its words. ----
@@ -343,9 +343,7 @@ def publish_one(mesh):
 @pytest.fixture(scope="module")
 def read_one(mesh):
     """Reads experts of a layer on all members."""
-    return jax.jit(
-        lambda published, layer, ids_n: programs.get_all(mesh, published, layer, jnp.tile(ids_n, (R, 1)), D, E)
-    )
+    return jax.jit(lambda published, layer, ids_n: programs.get_all(mesh, published, layer, jnp.tile(ids_n, (R, 1)), D))
 
 
 def pool_error(run):
@@ -425,7 +423,7 @@ def test_out_of_range_when_only_the_gradient_is_left(mesh, short_pool, layer, id
     def grad(w, ids_n):
         def total(w):
             published = programs.publish_all(mesh, handle, (w,))
-            return programs.get_all(mesh, published, layer, jnp.tile(ids_n, (R, 1)), D, E).sum()
+            return programs.get_all(mesh, published, layer, jnp.tile(ids_n, (R, 1)), D).sum()
 
         return jax.grad(total)(w)
 
@@ -435,17 +433,16 @@ def test_out_of_range_when_only_the_gradient_is_left(mesh, short_pool, layer, id
 
 
 @pytest.mark.parametrize(
-    ("elems", "experts", "dtype", "text"),
+    ("elems", "dtype", "text"),
     [
-        (D + 1, E, jnp.float32, "holds blocks of 8 elements in 32 bytes, asked for 9 in 36"),
-        (2 * D, E, jnp.bfloat16, "holds blocks of 8 elements in 32 bytes, asked for 16 in 32"),
-        (D, E, jnp.bfloat16, "holds blocks of 8 elements in 32 bytes, asked for 8 in 16"),
-        (D, E + 1, jnp.float32, "told of 7 experts, table test has 6"),
+        (D + 1, jnp.float32, "holds blocks of 8 elements in 32 bytes, asked for 9 in 36"),
+        (2 * D, jnp.bfloat16, "holds blocks of 8 elements in 32 bytes, asked for 16 in 32"),
+        (D, jnp.bfloat16, "holds blocks of 8 elements in 32 bytes, asked for 8 in 16"),
     ],
 )
-def test_read_of_another_shape(mesh, short_pool, publish_one, elems, experts, dtype, text):
+def test_read_of_another_shape(mesh, short_pool, publish_one, elems, dtype, text):
     published = publish_one(W1, short_pool.table("test", L, TABLE, ((D,),), jnp.float32))
-    run = jax.jit(lambda: programs.get_all(mesh, published, 0, [[0]] * R, elems, experts, dtype))
+    run = jax.jit(lambda: programs.get_all(mesh, published, 0, [[0]] * R, elems, dtype))
     error = pool_error(run)
     assert type(error) is errors.PoolError and text in str(error) and "table test" in str(error)
 
@@ -488,7 +485,7 @@ def test_slots_within_one_program(mesh, short_pool, is_released):
         total = jnp.float32(0)
         for n in range(short_pool.config.slots + 1):
             version_4, chain = publish(handle_2, (w_LPD * n + total * 0,), 1, jnp.float32)
-            total += get(version_4, chain, 0, jnp.array([0]), D, E, jnp.float32).sum()
+            total += get(version_4, chain, 0, jnp.array([0]), D, jnp.float32).sum()
             if is_released:
                 total += release(version_4, total)
             total = jax.lax.psum(total, ("data", "expert")) / R  # no member is ahead of another by a version
@@ -529,7 +526,7 @@ def test_the_pool_goes_on_after_errors(short_pool, mesh, publish_one, read_one, 
         def total(w):
             published = programs.publish_all(mesh, handle, (w,))
             ids_Mn = jnp.where(jnp.arange(R)[:, None] < R - 1, IDS, 6)  # the last member's gradient is refused
-            return programs.get_all(mesh, published, 1, ids_Mn, D, E).sum()
+            return programs.get_all(mesh, published, 1, ids_Mn, D).sum()
 
         return jax.grad(total)(w)
 

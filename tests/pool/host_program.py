@@ -48,7 +48,7 @@ class Blocks:
             return programs.publish_all(mesh, handle, (jnp.full(shape, step, jnp.float32),))
 
         self.publish = jax.jit(publish)
-        self.get = jax.jit(lambda published: programs.get_all(mesh, published, 1, ids, ELEMS, members))
+        self.get = jax.jit(lambda published: programs.get_all(mesh, published, 1, ids, ELEMS))
 
     def step(self, number):
         blocks = self.get(self.publish(jnp.float32(number)))
@@ -102,9 +102,7 @@ def leave_with_reads_pending(mesh, pool):
     number, incarnation = pool.table("blocks", 1, table, ((8,),), jnp.float32)
     version_M4 = jnp.tile(jnp.array([number, incarnation, 5, 0], jnp.int32), (mesh.size, 1))
     ids = jnp.tile(jnp.arange(mesh.size, dtype=jnp.int32), (mesh.size, 1))
-    read = jax.jit(lambda version_M4: programs.get_all(mesh, (version_M4, jnp.zeros(mesh.size)), 0, ids, 8, mesh.size))(
-        version_M4
-    )
+    read = jax.jit(lambda version_M4: programs.get_all(mesh, (version_M4, jnp.zeros(mesh.size)), 0, ids, 8))(version_M4)
     assert not read.is_ready()
     say("pending")
     hosts.barrier("have left reads pending")
@@ -126,7 +124,7 @@ def count_bytes(mesh, pool):
             published = programs.publish_all(mesh, handle, (w_LPD,))
             x_MD = jnp.ones((members, elems))
             for layer in range(LAYERS):
-                x_MD = programs.get_layer(mesh, published, layer, x_MD, ids, members)
+                x_MD = programs.get_layer(mesh, published, layer, x_MD, ids)
             return (x_MD**2).mean(), published[0]
 
         (_, version_M4), d_LPD = jax.value_and_grad(loss, has_aux=True)(w_LPD)

@@ -8,8 +8,8 @@ import subprocess
 from fef.native import build
 
 SOURCES = (
-    "await.cc", "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "liveness.cc",
-    "memory_segment.cc", "parallel.cc", "pool.cc", "server.cc", "socket.cc",
+    "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "host_cache.cc", "liveness.cc",
+    "memory_segment.cc", "parallel.cc", "pool.cc", "server.cc", "socket.cc", "task.cc",
 )  # fmt: skip
 TESTS = ("pool_test", "hosts_test")
 FOLDER = pathlib.Path(__file__).parents[1] / "native"

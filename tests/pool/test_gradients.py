@@ -38,7 +38,7 @@ def linear_program(mesh, experts):
         total = jnp.float32(0)
         for layer in range(L):
             # The sum carries the layers' order: what a layer reads does not depend on another one.
-            blocks_MnD = programs.get_all(mesh, published, layer, ids_LMn[layer], D, experts)
+            blocks_MnD = programs.get_all(mesh, published, layer, ids_LMn[layer], D)
             total += (blocks_MnD * weights_LMnD[layer]).sum()
         return total
 

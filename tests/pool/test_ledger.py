@@ -115,7 +115,7 @@ def test_evaluation(mesh, handle):
     def evaluate(weights):
         published = programs.publish_all(mesh, handle, weights, num_parts=3)
         loss = ffn_layers(mesh, published, X_ND)
-        blocks = programs.get_all(mesh, published, 0, [[2, 2, -1], [2, -1, -1]], 3 * D * F, E)
+        blocks = programs.get_all(mesh, published, 0, [[2, 2, -1], [2, -1, -1]], 3 * D * F)
         return ledger_of(mesh, published[0], loss + blocks.sum(), is_released=True)[0]
 
     wanted = expected(weights=1)

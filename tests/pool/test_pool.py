@@ -106,7 +106,7 @@ def test_the_end_of_the_block_waits_for_programs(mesh, monkeypatch):
     """Results may be looked at afterwards."""
     monkeypatch.setenv("FEF_CHAOS", "1")
     x_MD, ids_LMn, scales = W[0, :2], np.zeros((2, 2, 1), np.int32), (1e-3, 2e-3, 3e-3)
-    grad = jax.jit(jax.grad(lambda w, handle: programs.get_loss(mesh, handle, w, x_MD, ids_LMn, 3)))
+    grad = jax.jit(jax.grad(lambda w, handle: programs.get_loss(mesh, handle, w, x_MD, ids_LMn)))
     with Pool(mesh) as pool:
         grads = [grad(W * scale, table(pool)) for scale in scales]
     wanted = jax.jit(jax.grad(lambda w: programs.reference_get_loss(TABLE, w, x_MD, ids_LMn)))
@@ -121,7 +121,7 @@ def test_errors_leave_the_block_typed(mesh, wait):
     with pytest.raises(errors.PoolTimeoutError, match="get: table test, version .*,77.: rank 0,1 has not published it"):
         with Pool(mesh, config) as pool:
             version_M4, chain_M = programs.publish_all(mesh, table(pool), (W,))
-            blocks = programs.get_all(mesh, (version_M4.at[:, 2].set(77), chain_M), 0, [[0], [0]], 8, 3)
+            blocks = programs.get_all(mesh, (version_M4.at[:, 2].set(77), chain_M), 0, [[0], [0]], 8)
             jax.block_until_ready({"blocks": blocks}) if wait == "tree" else blocks.block_until_ready()
 
 
@@ -163,7 +163,7 @@ EXIT = """
     pool = Pool(mesh, config)
     table, incarnation = pool.table("test", 1, ExpertTable(2, 2), ((8,),), jnp.float32)
     version_M4 = np.array([[table, incarnation, 5, 0]] * 2, np.int32)
-    read = jax.jit(lambda chain_M: programs.get_all(mesh, (version_M4, chain_M), 0, [[0], [1]], 8, 2))
+    read = jax.jit(lambda chain_M: programs.get_all(mesh, (version_M4, chain_M), 0, [[0], [1]], 8))
     blocks = read(jnp.zeros(2))
     behind = jax.jit(lambda: programs.publish_all(mesh, [table, incarnation], (np.zeros((1, 2, 8), np.float32),)))()
     assert not blocks.is_ready() and not behind[0].is_ready()

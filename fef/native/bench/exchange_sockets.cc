@@ -1,6 +1,6 @@
 // One host of an exchange in which every host reads a block from every other at once, over fef's own sockets.
 //
-//   exchange_sockets ME NUM_HOSTS ADDRESS BLOCK_BYTES WINDOW_BYTES TOKEN
+//   exchange_sockets ME NUM_HOSTS ADDRESS BLOCK_BYTES WINDOW_BYTES TOTAL_WINDOW_BYTES TOKEN
 //
 // Says "at PORT UNIX_NAME"; hears "connect ADDRESS:PORT..." (one for each host) and says "connected"; then, again and
 // again, hears "prepare ROUND" and says "ready", hears "go TIME" and says "took BEGIN END WRONG_WORDS".
@@ -61,14 +61,15 @@ struct Host {
 
 int main(int argc, char** argv) {
   using namespace fef_bench;
-  if (argc != 7) Fail("wants ME NUM_HOSTS ADDRESS BLOCK_BYTES WINDOW_BYTES TOKEN");
+  if (argc != 8) Fail("wants ME NUM_HOSTS ADDRESS BLOCK_BYTES WINDOW_BYTES TOTAL_WINDOW_BYTES TOKEN");
   Host host;
   host.me = std::atoi(argv[1]);
   host.num_hosts = std::atoi(argv[2]);
   host.block_bytes = size_t(std::atoll(argv[4]));
   host.mine.assign(host.num_hosts, std::vector<uint64_t>(host.block_bytes / 8));
   host.theirs = host.mine;
-  fef::Fabric fabric({host.me, host.num_hosts, 1, argv[6]}, uint32_t(std::atoll(argv[5])),
+  const fef::Window window{uint64_t(std::atoll(argv[5])), uint64_t(std::atoll(argv[6]))};
+  fef::Fabric fabric({host.me, host.num_hosts, 1, argv[7]}, window,
                      {[](const fef::Message&, const std::string&, fef::Descriptor) {},
                       [&](const fef::Message& read, std::string* bytes) { return host.OnRead(read, bytes); },
                       [](int, const std::string& why, bool is_orderly) {

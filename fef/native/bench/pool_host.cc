@@ -46,8 +46,8 @@ class Threads : public fef::Executor {
 // A fabric with a domain for each size: one expert, whose home is rank 0 on host 0; rank 1 is on host 1.
 class Side {
  public:
-  Side(int me, const std::string& token, uint32_t window_bytes, const std::vector<int64_t>& sizes)
-      : fabric_({me, 2, kIncarnation, token}, window_bytes,
+  Side(int me, const std::string& token, uint64_t window_bytes, const std::vector<int64_t>& sizes)
+      : fabric_({me, 2, kIncarnation, token}, {window_bytes, window_bytes},
                 {[this](const fef::Message& message, const std::string& payload, fef::Descriptor fd) {
                    AwaitOpen();
                    domains_[message.table]->OnMessage(message, payload, std::move(fd));
@@ -112,10 +112,15 @@ class Side {
     fef::Domain& domain = *domains_[table];
     const size_t num_bytes = size_t(domain.shape().block_bytes());
     if (!is_mapped) return Fetch(table, version, num_bytes, to);
-    fef::Lease lease;
-    if (fef::Status status = domain.Read(version, 1, 0, 0, &lease); !status.ok()) return status;
-    std::memcpy(to, lease.block(), num_bytes);
-    return fef::Status::Ok();
+    std::vector<fef::Loan> loans;
+    std::optional<fef::Status> status;
+    {
+      std::lock_guard<std::mutex> lock(domain.mutex());
+      status = domain.Read(version, 1, 0, {0}, /*is_all=*/true, &loans);
+    }
+    if (!status) Fail("a version that was published cannot be read");
+    if (status->ok()) std::memcpy(to, loans[0].lease.block(), num_bytes);
+    return *status;
   }
 
   // The reader has done with the versions up to this one. It publishes nothing of its own, but says so, as every member
@@ -245,7 +250,7 @@ struct Host {
   fef::MemorySegment own, destination;
   Lines lines;
 
-  Host(int me, const std::string& token, uint32_t window_bytes, std::vector<int64_t> all)
+  Host(int me, const std::string& token, uint64_t window_bytes, std::vector<int64_t> all)
       : me(me),
         sizes(std::move(all)),
         mapped(me, token + "m", window_bytes, sizes),
@@ -327,7 +332,7 @@ int main(int argc, char** argv) {
   std::vector<int64_t> sizes;
   for (int i = 5; i < argc; ++i) sizes.push_back(std::atoll(argv[i]));
   const std::string address = argv[2];
-  Host host(std::atoi(argv[1]), argv[3], uint32_t(std::atoll(argv[4])), sizes);
+  Host host(std::atoi(argv[1]), argv[3], uint64_t(std::atoll(argv[4])), sizes);
   const fef::Endpoint mapped = host.mapped.Listen(address), tcp = host.tcp.Listen(address);
   Say("at", address, mapped.port, mapped.unix_name, tcp.port, tcp.unix_name, host.plain.Listen(address));
   while (true) {

@@ -1,0 +1,271 @@
+"""How much of a step does each dispatcher leave to the network, when compute is an accelerator's?
+
+Command:  python -m experiments.launch --hosts=4 --lab=leaves=1,nic=100mbit -- python -m experiments.bench_stack
+Hardware: CPU, one device per host; meant for a machine that does nothing else. The lab needs root.
+Time:     a quarter of an hour as it stands; the longest step takes 20 s.
+
+A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx too) and an SGD step of the experts,
+under assignments that are given (`fef.testing.workloads`). Expert matmuls take modelled device time and leave the CPU
+to the network; `--values` computes them too, else a stand-in shows whether every row has met its expert. Each of
+`--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a third of it
+forward. All dispatchers take turns, step by step.
+
+Utilisation is the modelled time of the mean rows by the time of the step. `floor` is the larger of that modelled time
+and of this dispatcher's bytes of the busiest member at the link's rate (`--nic`). `wait` is the time for which the
+first member's device had nothing to do but to wait in the pool. `max loss difference` is to the first dispatcher.
+
+`--dispatchers` takes registered names, with options after a colon: all_to_all:form=shifted.
+"""
+
+import contextlib
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+from absl import flags
+from jax.sharding import Mesh
+
+from experiments.flags import parse_flags, run
+from fef import hosts, provenance, sharding, startup
+from fef.config import PoolConfig, UserError
+from fef.dispatch import DISPATCHERS
+from fef.dispatch.base import Dispatcher
+from fef.experts import Experts, init_experts
+from fef.ops.device import Device
+from fef.pool.ledger import TOKENS, WAITS, Units
+from fef.pool.pool import Pool
+from fef.pool.table import ExpertTable
+from fef.registry import scan
+from fef.routing import Assignment
+from fef.sharding import EXPERTS, REPLICATED, island, named
+from fef.testing.workloads import WORKLOADS, workload
+
+WARM_UP_STEPS = 2
+LEARNING_RATE = 1e-3
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_list(
+        "dispatchers",
+        ["all_to_all", "all_to_all:form=shifted", "all_gather", "pooled"],
+        "what is compared: NAME or NAME:option=value",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "cells", ["8192:1.85", "4096:1.9", "1024:0.475", "512:0.237"], "T:SECONDS of each", flag_values=values
+    )
+    flags.DEFINE_enum("workload", "balanced", list(WORKLOADS), "which experts the tokens choose", flag_values=values)
+    flags.DEFINE_integer("members", 4, "R, devices over all hosts", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("layers", 2, "L", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("experts", 8, "E", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("choices", 2, "K", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("d_model", 256, "D", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("d_expert", 341, "F; with D = 256 a block has 1 MiB", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("half_rows", 0.0, "rows at which a GEMM has half of its rate", flag_values=values)
+    flags.DEFINE_bool("values", False, "compute the matmuls too", flag_values=values)
+    flags.DEFINE_float("nic", 100.0, "rate of a host's link for the floor, Mbit/s", flag_values=values)
+    flags.DEFINE_integer("steps", 5, "timed steps of each, after the warm-up", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("json", "", "write the rows to this file, as a JSON list", flag_values=values)
+
+
+def main(argv: list[str]) -> None:
+    values = parse_flags(argv, define, doc=__doc__ or "")
+    cells = [_cell(text) for text in values.cells]
+    jax.config.update("jax_platforms", "cpu")
+    pool_config = PoolConfig()
+    startup.prepare(values.members, deadline_s=pool_config.deadline_s)
+    scan("fef.dispatch")
+    mesh = sharding.make_mesh(values.members)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(Pool(mesh, pool_config))
+        rows = []
+        for cell in cells:
+            stacks = [Stack(name, cell, values, mesh) for name in dict.fromkeys(values.dispatchers)]
+            turns = [one for _ in range(WARM_UP_STEPS + values.steps) for one in stacks]
+            with tqdm.tqdm(turns, desc=f"T={cell[0]}", unit="step", disable=None if hosts.is_main() else True) as bar:
+                for one in bar:
+                    one.step()
+                    bar.set_postfix_str(f"{one.name} {one.times_s[-1] * 1e3:,.0f} ms")
+            rows += [_row(one, stacks[0], pool.transport) for one in stacks]
+    hosts.say(table(rows))
+    if values.json and hosts.is_main():
+        pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _cell(text: str) -> tuple[int, float]:
+    tokens, _, seconds = text.partition(":")
+    try:
+        cell = int(tokens), float(seconds)
+    except ValueError:
+        cell = (0, 0.0)
+    if cell[0] < 1 or not 0 < cell[1] < float("inf"):
+        raise UserError(f"--cells: {text!r}: write T:SECONDS, such as 4096:1.9")
+    return cell
+
+
+class Stack:
+    """The layers of one cell under one dispatcher, and what its steps gave."""
+
+    def __init__(self, name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh):
+        self.name, self.values, self.mesh = name, values, mesh
+        self.tokens, self.layer_s = cell
+        self.dispatcher = _dispatcher(name, cell, values, mesh)
+        key = jax.random.key(0)
+        shape = (values.members * self.tokens, values.d_model)
+
+        def init() -> list[Experts]:
+            keys = jax.random.split(key, values.layers)
+            return [init_experts(k, self.dispatcher.table, values.d_model, values.d_expert, 1.0) for k in keys]
+
+        self.experts = jax.jit(init, out_shardings=named(mesh, EXPERTS))()
+        self.x_TD = jax.jit(lambda: jax.random.normal(key, shape), out_shardings=named(mesh, sharding.TOKENS))()
+        of_members = workload(values.workload, values.members, self.tokens, values.experts, values.choices)
+        self.num_choices = of_members.num_choices
+        fields = ("token_N", "expert_N", "weight_N", "valid_N")
+        arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
+        self.assigned = sharding.place(arrays, named(mesh, sharding.TOKENS))
+        step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
+        self._step = step.lower(self.experts, self.x_TD, self.assigned).compile()
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
+        self.moved_MLQP = self.waits_us_MLW = np.zeros(0)
+
+    def step(self) -> None:
+        """One step, of all members together."""
+        hosts.barrier("are about to begin a step")
+        begin = time.perf_counter()
+        self.experts, metrics = self._step(self.experts, self.x_TD, self.assigned)
+        jax.block_until_ready((self.experts, metrics))
+        self.times_s.append(time.perf_counter() - begin)
+        self.losses.append(float(metrics["loss"]))
+        self.moved_MLQP, self.waits_us_MLW = (np.asarray(metrics[k]) for k in ("moved_MLQP", "waits_us_MLW"))
+
+    def _train(self, experts: list[Experts], x_TD: jax.Array, assigned: dict[str, jax.Array]) -> tuple:
+        run = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
+        (loss, (prepared, moved_MLQP)), (d_experts, d_x_TD) = run(experts, x_TD, assigned)
+        grad_norm = optax.tree.norm((d_experts, d_x_TD))
+        moved_MLQP, waits_us_MLW = self.dispatcher.finish(prepared, moved_MLQP, after=grad_norm, collected=True)
+        experts = jax.tree.map(lambda w, d: w - LEARNING_RATE * d, experts, d_experts)
+        replicate = jax.sharding.NamedSharding(self.mesh, REPLICATED)
+        seen = jax.lax.with_sharding_constraint({"moved_MLQP": moved_MLQP, "waits_us_MLW": waits_us_MLW}, replicate)
+        return experts, dict(seen, loss=loss, grad_norm=grad_norm)
+
+    def _loss(self, experts: list[Experts], x_TD: jax.Array, assigned: dict[str, jax.Array]) -> tuple:
+        prepared = self.dispatcher.prepare(experts)
+        moved = []
+        for layer in range(self.values.layers):
+            of_layer = prepared[layer] if isinstance(prepared, list) else prepared
+            y_TD, moved_MQP = self._layer(of_layer, x_TD, assigned, layer)
+            x_TD = x_TD + y_TD
+            moved.append(moved_MQP)
+        return (x_TD**2).mean(), (prepared, jnp.stack(moved, 1))
+
+    def _layer(self, experts: Any, x_TD: jax.Array, assigned: dict[str, jax.Array], layer: int) -> tuple:
+        def member(experts: Any, x_TD: jax.Array, assigned: dict[str, jax.Array]) -> tuple:
+            assignment = Assignment(**assigned, aux_loss=jnp.float32(0), metrics={}, num_choices=self.num_choices)
+            y_TD, moved_QP = self.dispatcher(x_TD, assignment, experts, jnp.int32(layer))
+            return y_TD, moved_QP[None]
+
+        specs = (self.dispatcher.experts_spec, sharding.TOKENS, sharding.TOKENS)
+        return island(self.mesh, member, specs, (sharding.TOKENS, sharding.TOKENS))(experts, x_TD, assigned)
+
+
+def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh) -> Dispatcher:
+    registered, _, option = name.partition(":")
+    kind = DISPATCHERS.get(registered)
+    if not kind.models_device:
+        raise UserError(f"--dispatchers: {registered} models no device time")
+    kind.check_platform("cpu")
+    key, _, value = option.partition("=")
+    options = kind.Options(**{key: value}) if option else kind.Options()
+    flops = 18.0 * values.d_model * values.d_expert * cell[0] * values.choices / cell[1]
+    device = Device(flops, values.half_rows, values.values)
+    return kind(mesh, ExpertTable(values.experts, sharding.num_members(mesh)), device=device, options=options)
+
+
+def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
+    values = one.values
+    units = one.dispatcher.units.for_shapes(values.d_model, values.d_expert)
+    sent_M = _bytes_received(one, units)
+    step_s = float(np.median(one.times_s[WARM_UP_STEPS:]))
+    compute_s = values.layers * one.layer_s
+    wire_s = float(sent_M.max()) * 8 / (values.nic * 1e6)
+    return {
+        "dispatcher": one.name,
+        "tokens": one.tokens,
+        "layer_s": one.layer_s,
+        "step_ms": step_s * 1e3,
+        "steps_ms": [t * 1e3 for t in one.times_s],
+        "utilisation": compute_s / step_s,
+        "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
+        "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
+        "bytes": int(sent_M.max()),
+        "compute_ms": compute_s * 1e3,
+        "wire_ms": wire_s * 1e3,
+        "floor_ms": max(compute_s, wire_s) * 1e3,
+        "loss": one.losses[-1],
+        "max_loss_difference": float(np.abs(np.subtract(one.losses, first.losses)).max()),
+        "transport": transport,
+        "hosts": jax.process_count(),
+        "flags": {key: getattr(values, key) for key in _SETTING},
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+    }
+
+
+_SETTING = (
+    "workload", "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
+)  # fmt: skip
+
+
+def _bytes_received(one: Stack, units: Units) -> np.ndarray:
+    """(M,) bytes that each member receives in a step: what it reads, what its experts' gradients bring, half its rows.
+
+    Counts are of the member that moves something; of token rows half come to it and half leave it, and as many pass by
+    the homes' links the other way.
+    """
+    sizes_Q = np.array([units.of(purpose) for purpose in ("weights", "refetch", "gradients", "tokens", "metadata")])
+    bytes_MQP = (one.moved_MLQP.astype(np.int64).sum(1) * sizes_Q[:, None]).astype(np.int64)
+    members, _, positions = bytes_MQP.shape
+    home_P = np.arange(positions) // (positions // members)
+    reads_M = bytes_MQP[:, [0, 1]].sum((1, 2))
+    gradients_M = np.array([bytes_MQP[:, 2][:, home_P == m].sum() for m in range(members)])
+    rows_M = bytes_MQP[:, TOKENS].sum(1) / 2
+    served_M = np.array([bytes_MQP[:, TOKENS][:, home_P == m].sum() for m in range(members)]) / 2
+    return reads_M + gradients_M + rows_M + served_M
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: what was run and a line for each dispatcher."""
+    first, setting = rows[0], rows[0]["flags"]
+    lines = [
+        f"{first['hosts']} hosts, {setting['members']} members, L={setting['layers']}, E={setting['experts']}, "
+        f"K={setting['choices']}, D={setting['d_model']}, F={setting['d_expert']}, {setting['workload']}, links of "
+        f"{setting['nic']:g} Mbit/s, pool over {first['transport']}, modelled device time; median of "
+        f"{setting['steps']} steps; jax {first['versions']['jax']}, commit {first['commit']}.",
+        "",
+        "| T | s a layer | dispatcher | step ms | utilisation | floor ms | wait ms | MB | max loss difference |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        waits = f"{row['wait_ms']:,.0f}" if row["dispatcher"].startswith("pooled") else "\N{EN DASH}"
+        cells = [f"{row['tokens']:,}", f"{row['layer_s']:g}", f"`{row['dispatcher']}`", f"{row['step_ms']:,.0f}"]
+        cells += [f"{100 * row['utilisation']:.1f} %", f"{row['floor_ms']:,.0f}", waits, f"{row['bytes'] / 1e6:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{row['max_loss_difference']:.1e}"]) + " |")
+    lines += [
+        "",
+        "`floor` is the larger of the modelled time and this dispatcher's own bytes at the link's rate, `MB` "
+        "what the busiest member receives in a step, without headers, `wait` the time for which the first member's "
+        "device could only wait in the pool. The first dispatcher of a cell is what losses are compared with.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)
