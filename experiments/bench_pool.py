@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     startup.prepare(num_devices=1)
     setting = {
         "repeats": values.repeats, "commit": provenance.commit(), "versions": provenance.versions(),
-        "ucx": _ucx_version(), "window_bytes": PoolConfig().window_bytes, "cores": os.cpu_count(),
+        "ucx": _ucx_version(), "window_bytes": PoolConfig().window_bytes, "cores": os.cpu_count(), "load": os.getloadavg()[0],
     }  # fmt: skip
     sizes = [size for size in SIZES if size <= values.largest]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -367,7 +367,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _head(row: dict[str, Any]) -> str:
     ucx = f"UCX {row['ucx']} over TCP, there being no RDMA here" if row["ucx"] else "no UCX"
     return (
-        f"{row['cores']} cores, window {row['window_bytes'] // KIB} KiB, {ucx}; median of {row['repeats']} repeats; "
+        f"{row['cores']} cores, load average {row['load']:.1f} before, window {row['window_bytes'] // KIB} KiB, {ucx}; median of {row['repeats']} repeats; "
         f"jax {row['versions']['jax']}, commit {row['commit']}."
     )
 

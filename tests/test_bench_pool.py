@@ -51,7 +51,15 @@ def test_targets_are_shown_beside_what_was_measured():
     def row(part, way, size, **more):
         return {"part": part, "way": way, "block_bytes": size, "seconds": 1e-3, "least_seconds": 1e-3} | more
 
-    setting = {"cores": 2, "window_bytes": 65536, "ucx": None, "repeats": 3, "versions": {"jax": "1"}, "commit": "c"}
+    setting = {
+        "cores": 2,
+        "load": 0.5,
+        "window_bytes": 65536,
+        "ucx": None,
+        "repeats": 3,
+        "versions": {"jax": "1"},
+        "commit": "c",
+    }
     rows = [
         row("get", "memcpy", 1 << 20), row("get", "mmap", 1 << 20, ratio=1.25), row("get", "tcp", 8, ratio=1.5),
         row("shaped", "tcp", 1 << 20, share_of_ceiling=0.98, ratio=1.0),

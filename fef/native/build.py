@@ -49,7 +49,10 @@ def library_path(sanitize: str = "", part: str = "") -> pathlib.Path:
 
 
 def source_hash(sanitize: str = "", part: str = "") -> str:
-    """Hash of the sources, the compiler flags and the versions of what is compiled in or linked."""
+    """Hash of the sources, the compiler flags and the versions of what is compiled in or linked.
+
+    That of UCX is not in it: a library serves with whichever is found when it is loaded.
+    """
     digest = hashlib.sha256(repr(compile_flags(sanitize)).encode())
     for package in () if part else ("jaxlib", "scipy-openblas32"):
         try:
@@ -57,8 +60,6 @@ def source_hash(sanitize: str = "", part: str = "") -> str:
         except importlib.metadata.PackageNotFoundError:
             raise BuildError(f"the Python package {package} is missing; install fef with its dependencies") from None
         digest.update(f"{package}=={version}\n".encode())
-    if part == UCX:
-        digest.update((_ucx_headers() / "ucp/api/ucp_version.h").read_bytes())
     for path in sorted([*_sources(part), *FOLDER.glob("*.h"), *(FOLDER / part).glob("*.h")]):
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()

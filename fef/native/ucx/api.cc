@@ -14,8 +14,7 @@ const char fef_source_hash[] = "fef_source_hash=" FEF_SOURCE_HASH;
 // Of the library that was found, which need not be that of the headers.
 const char* fef_ucx_version() { return ucp_get_version_string(); }
 
-// The OneSided, to be given to fef_pool_open, which owns it from then on; null if UCX cannot be opened, with the text
-// in `error`.
+// A fef::OneSided, until fef_ucx_close; null if UCX cannot be opened, with the text in `error`.
 void* fef_ucx_open(char* error, int error_bytes) {
   std::unique_ptr<fef::Rma> rma;
   const fef::Status status = fef::Rma::Open(&rma);
@@ -23,6 +22,8 @@ void* fef_ucx_open(char* error, int error_bytes) {
   error[error_bytes - 1] = 0;
   return static_cast<fef::OneSided*>(rma.release());
 }
+
+void fef_ucx_close(void* one_sided) { delete static_cast<fef::OneSided*>(one_sided); }
 
 }  // extern "C"
 #pragma GCC visibility pop
