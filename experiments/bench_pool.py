@@ -77,7 +77,8 @@ def main(argv: list[str]) -> None:
     startup.prepare(num_devices=1)
     setting = {
         "repeats": values.repeats, "commit": provenance.commit(), "versions": provenance.versions(),
-        "ucx": _ucx_version(), "window_bytes": PoolConfig().window_bytes, "cores": os.cpu_count(), "load": os.getloadavg()[0],
+        "ucx": _ucx_version(), "window_bytes": PoolConfig().window_bytes,
+        "cores": os.cpu_count(), "load": os.getloadavg()[0],
     }  # fmt: skip
     sizes = [size for size in SIZES if size <= values.largest]
     measure: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -197,7 +198,7 @@ def _time(
     seconds: dict[tuple[int, str], list[float]] = {(size, way): [] for size in sizes for way in ways}
     for repeat in range(repeats + 1):
         for index, size in enumerate(sizes):
-            for way in ways:
+            for way in ways if repeat % 2 else reversed(ways):  # who comes after whom must not matter
                 reader = pairs["rma" if way in ("ucx", "rma") else "pool"][1]
                 reads = max(3, min(500, budget // size))
                 figure = float(_tell([reader], "time", way, index, reads, answer="took", timeout_s=300)[0][0])
@@ -367,7 +368,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _head(row: dict[str, Any]) -> str:
     ucx = f"UCX {row['ucx']} over TCP, there being no RDMA here" if row["ucx"] else "no UCX"
     return (
-        f"{row['cores']} cores, load average {row['load']:.1f} before, window {row['window_bytes'] // KIB} KiB, {ucx}; median of {row['repeats']} repeats; "
+        f"{row['cores']} cores, load average {row['load']:.1f} before, window {row['window_bytes'] // KIB} KiB, {ucx}; "
+        f"median of {row['repeats']} repeats; "
         f"jax {row['versions']['jax']}, commit {row['commit']}."
     )
 
