@@ -440,12 +440,16 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for size in dict.fromkeys(row["block_bytes"] for row in rows):
         text = _size_text(size)
         parts.append(f'<text x="{x_of(size):.1f}" y="{height - bottom + 20}" text-anchor="middle">{text}</text>')
+    ends = []
     for way in dict.fromkeys(row["way"] for row in rows):
         points = [(x_of(row["block_bytes"]), y_of(row["seconds"])) for row in rows if row["way"] == way]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         parts.append(f'<path d="M{path}" fill="none" stroke="{COLOURS[way]}" stroke-width="2"/>')
-        x, y = points[-1]
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 4:.1f}" fill="{COLOURS[way]}">{way}</text>')
+        ends.append((points[-1][1], way))
+    y_text = 0.0
+    for y, way in sorted(ends):  # names that would lie over each other move down
+        y_text = max(y, y_text + 13)
+        parts.append(f'<text x="{width - right + 8}" y="{y_text + 4:.1f}" fill="{COLOURS[way]}">{way}</text>')
     body = "".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="12">{body}</svg>\n'
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fef.summary import number_text
+from fef.summary import bytes_text, number_text
 
 WIDTH = 560
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 24, 32
@@ -296,8 +296,8 @@ def heat_class(ratio: float) -> str:
     return f"{'h' if ratio > 1 or level == 0 else 'l'}{level}"
 
 
-def heat_legend() -> str:
-    """The colour scale of all heat maps."""
+def heat_legend(meaning: str = "choices of an expert / mean over the experts of its layer") -> str:
+    """The colour scale of all heat maps, and what a colour stands for."""
     edges = [f"{edge:.2g}" for edge in (*(1 / edge for edge in reversed(_HEAT_EDGES)), *_HEAT_EDGES)]
     between = [f"{low}\N{EN DASH}{high}" for low, high in zip(edges, edges[1:], strict=False)]
     classes = ["none", "l4", "l3", "l2", "l1", "h0", "h1", "h2", "h3", "h4"]
@@ -306,8 +306,7 @@ def heat_legend() -> str:
         f'<span class="swatch"><i class="{css}"></i>{escape(text)}</span>'
         for css, text in zip(classes, texts, strict=True)
     )
-    meaning = "Colour: choices of an expert / mean over the experts of its layer"
-    return f'<p class="soft">{meaning}</p><div class="scale">{swatches}</div>'
+    return f'<p class="soft">Colour: {escape(meaning)}</p><div class="scale">{swatches}</div>'
 
 
 def heat_over_time(title: str, x_N: np.ndarray, ratio_NE: np.ndarray, max_columns: int) -> str:
@@ -361,33 +360,67 @@ def heat_table(title: str, ratio_LE: np.ndarray, note: str) -> str:
       ratio_LE: (L, E) load / mean load of each layer.
       note: text below.
     """
-    num_layers, num_experts = ratio_LE.shape
-    cell_width, cell_height = _PLOT_WIDTH / num_experts, 26 if num_layers <= 16 else 10
-    with_numbers = num_experts <= 12 and cell_height >= 26
+    texts = [[f"{ratio:.2f}" if math.isfinite(ratio) else "" for ratio in ratio_E] for ratio_E in ratio_LE]
+    hints = [
+        [
+            f"layer {layer}, expert {expert}: {number_text(float(ratio)) if math.isfinite(ratio) else 'none'}"
+            for expert, ratio in enumerate(ratio_E)
+        ]
+        for layer, ratio_E in enumerate(ratio_LE)
+    ]
+    return _heat_cells(title, ("MoE layer", "expert"), ratio_LE, texts, hints, note)
+
+
+def heat_matrix(title: str, bytes_MR: np.ndarray, note: str) -> str:
+    """Bytes by receiving member (rows) and sending rank (columns); a colour is bytes / mean of what is not 0.
+
+    Args:
+      title: of the chart.
+      bytes_MR: (members, ranks), not all 0.
+      note: text below.
+    """
+    texts = [[bytes_text(value) if value else "" for value in row_R] for row_R in bytes_MR]
+    hints = [
+        [f"member {member} from rank {rank}: {bytes_text(value)}" for rank, value in enumerate(row_R)]
+        for member, row_R in enumerate(bytes_MR)
+    ]
+    return _heat_cells(title, ("member", "from"), bytes_MR / bytes_MR[bytes_MR > 0].mean(), texts, hints, note)
+
+
+def _heat_cells(
+    title: str,
+    axes: tuple[str, str],
+    ratio_RC: np.ndarray,
+    texts: Sequence[Sequence[str]],
+    hints: Sequence[Sequence[str]],
+    note: str,
+) -> str:
+    """Coloured cells with their texts, where there is room for them, and what the pointer shows."""
+    num_rows, num_columns = ratio_RC.shape
+    cell_width, cell_height = _PLOT_WIDTH / num_columns, 26 if num_rows <= 16 else 10
+    with_texts = 8 * max(len(text) for row in texts for text in row) <= cell_width and cell_height >= 26
     gap = " gap" if cell_width >= 12 else ""
     body = ""
-    for layer in range(num_layers):
-        y = _TOP + layer * cell_height
-        if cell_height >= 16 or layer % 2 == 0:
-            body += f'<text class="tick end" x="{_LEFT - 8}" y="{y + cell_height / 2 + 4}">{layer}</text>'
-        for expert in range(num_experts):
-            ratio, x = ratio_LE[layer, expert], _LEFT + expert * cell_width
-            css = heat_class(ratio)
-            value = number_text(float(ratio)) if math.isfinite(ratio) else "none"
+    for row in range(num_rows):
+        y = _TOP + row * cell_height
+        if cell_height >= 16 or row % 2 == 0:
+            body += f'<text class="tick end" x="{_LEFT - 8}" y="{y + cell_height / 2 + 4}">{row}</text>'
+        for column in range(num_columns):
+            css, x = heat_class(ratio_RC[row, column]), _LEFT + column * cell_width
             body += (
                 f'<rect class="{css} cell{gap}" x="{x:.1f}" y="{y}" width="{cell_width:.1f}" height="{cell_height}">'
-                f"<title>layer {layer}, expert {expert}: {value}</title></rect>"
+                f"<title>{escape(hints[row][column])}</title></rect>"
             )
-            if with_numbers and math.isfinite(ratio):
+            if with_texts and texts[row][column]:
                 center = f'x="{x + cell_width / 2:.1f}" y="{y + cell_height / 2 + 4}"'
-                body += f'<text class="{css} value mid" {center}>{ratio:.2f}</text>'
-    bottom = _TOP + num_layers * cell_height
+                body += f'<text class="{css} value mid" {center}>{escape(texts[row][column])}</text>'
+    bottom = _TOP + num_rows * cell_height
     step = 1
     while step * cell_width < 30:
         step *= 2
-    for expert in range(0, num_experts, step):
-        x = _LEFT + (expert + 0.5) * cell_width
-        body += f'<text class="tick mid" x="{x:.1f}" y="{bottom + 22}">{expert}</text>'
-    body += '<text class="unit" x="0" y="13">MoE layer</text>'
-    body += f'<text class="unit end" x="{_LEFT - 8}" y="{bottom + 22}">expert</text>'
+    for column in range(0, num_columns, step):
+        x = _LEFT + (column + 0.5) * cell_width
+        body += f'<text class="tick mid" x="{x:.1f}" y="{bottom + 22}">{column}</text>'
+    body += f'<text class="unit" x="0" y="13">{escape(axes[0])}</text>'
+    body += f'<text class="unit end" x="{_LEFT - 8}" y="{bottom + 22}">{escape(axes[1])}</text>'
     return figure(title, _svg(body, bottom + 28, title), note=note)

@@ -162,6 +162,7 @@ class PoolConfig(Section):
         "how blocks come from other hosts; local is one process; FEF_TRANSPORT overrides it",
         choices=("auto", "local", "mmap", "tcp"),
     )
+    memory: str = knob("memfd", "run", "what holds blocks: memfd is memory; file:FOLDER, nameless files there")
     slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
     window_bytes: int = knob(

@@ -290,7 +290,32 @@ def _bytes_section(rows: list[dict], step_N: np.ndarray) -> str:
     ]
     lines.append(["sum", bytes_text(whole / len(rows)), bytes_text(whole), ""])
     table = _table(["purpose", "per step", "logged steps", "share"], lines, numbers=(1, 2, 3))
-    return _section("Bytes between members", chart + table)
+    return _section("Bytes between members", chart + table) + _received_section(rows)
+
+
+def _received_section(rows: list[dict]) -> str:
+    """Who sends how much to whom: all purposes together, and each by itself where there are several."""
+    received = {purpose: _received(rows, purpose) for purpose in PURPOSES}
+    moved = {purpose: mean_MR for purpose, mean_MR in received.items() if mean_MR is not None}
+    if not moved:
+        return ""
+    note = "bytes per step, mean of the logged steps; rows receive, columns send"
+    maps = charts.heat_matrix("All purposes", np.sum(list(moved.values()), axis=0), note)
+    if len(moved) > 1:
+        maps += "".join(charts.heat_matrix(purpose.capitalize(), mean_MR, note) for purpose, mean_MR in moved.items())
+    legend = charts.heat_legend("bytes / mean over the pairs of members that moved some")
+    return f'<h2>Bytes from member to member</h2>{legend}<div class="charts">{maps}</div>'
+
+
+def _received(rows: list[dict], purpose: str) -> np.ndarray | None:
+    """(M, R) mean over the rows of what each member received from each rank, None when nothing was."""
+    parts = [np.array((row.get("bytes_received") or {}).get(purpose) or [], np.float64) for row in rows]
+    present = [part_MR for part_MR in parts if part_MR.ndim == 2]
+    if not present:
+        return None
+    same = [part_MR for part_MR in present if part_MR.shape == present[-1].shape]  # a run may go on on other devices
+    total_MR = np.sum(same, axis=0)
+    return total_MR / (len(rows) - len(present) + len(same)) if total_MR.any() else None
 
 
 # --- Experts ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fef.dispatch import DISPATCHERS
 from fef.flops import train_flops_per_token
 from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
-from fef.pool.ledger import PURPOSES, bytes_by_purpose
+from fef.pool.ledger import PURPOSES, bytes_by_purpose, bytes_received
 from fef.pool.pool import Pool, current
 from fef.report import write_report
 from fef.sample import sample
@@ -279,14 +279,15 @@ class Training:
             "skipped_updates": int(metrics["skipped_updates"]),
         }
         if self.stepper.dispatcher is None:
-            nothing = {"wait_ms": 0.0, "bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "gate_entropy": []}
-            return row | nothing | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
+            none = {"bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "bytes_received": {}}
+            return row | none | {"wait_ms": 0.0, "gate_entropy": []} | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
         units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
         moved = bytes_by_purpose(metrics["moved_MLQP"].sum(0, dtype=np.int64), units)
         return row | {
             "wait_ms": float(metrics["waits_us_MLW"].sum((1, 2)).mean()) / 1e3,
             "bytes": sum(moved.values()),
             "bytes_by_purpose": moved,
+            "bytes_received": bytes_received(metrics["moved_MLQP"], sharding.num_members(self.mesh), units),
             **load_metrics(metrics["load_LE"], metrics["kept_LE"]),
             "gate_entropy": metrics["entropy_L"].tolist(),
         }
@@ -296,8 +297,9 @@ class Training:
         for step in self.checkpointer.close():
             say(f"saved step {step}")
         summary = None
+        refused = sum(hosts.gather("its count of refusals", current().refused)) if _is_pooled(self.config) else None
         if hosts.is_main():
-            summary = self._summary()
+            summary = self._summary(refused)
             write_json_atomic(self.folder / "summary.json", summary)
             if self.config.run.report:
                 write_report(self.folder)
@@ -313,7 +315,7 @@ class Training:
             corpus_bytes=self.corpus.num_bytes, params_total=total, params_active=active,
         )  # fmt: skip
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self, refused: int | None) -> dict[str, Any]:
         rows, _ = read_jsonl(self.folder / "metrics.jsonl")
         last = rows[-_SUMMARY_ROWS:]
         changed, _ = read_jsonl(self.folder / "changes.jsonl") if (self.folder / "changes.jsonl").exists() else ([], [])
@@ -347,6 +349,7 @@ class Training:
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
             "transport": current().transport if _is_pooled(self.config) else None,
+            "refused": refused,
             "commit": provenance.commit(),
             "versions": provenance.versions(),
             "run_fields_changed": [[row["key"], row["old"], row["new"]] for row in changed],

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -9,4 +10,17 @@ NETLAB_TOOLS = ("ip", "tc", "unshare")
 
 needs_lab = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, NETLAB_TOOLS)), reason="needs root, and the programs ip and tc"
+)
+
+
+def _can_mount() -> bool:
+    """Whether this process may mount file systems in a namespace of its own."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        return False
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+
+
+needs_mounts = pytest.mark.skipif(
+    not _can_mount(), reason="needs root, and the right to mount in a namespace of its own"
 )

@@ -167,6 +167,21 @@ def test_the_load_heat_map_shows_load_over_mean_by_layer_and_expert(tmp_path):
     assert colours == ["h2", "h1", "h1", "none", "h0", "h0", "h0", "h0"]
 
 
+def test_bytes_from_member_to_member(tmp_path):
+    """Means over the rows, of each purpose and of all; a row of other members takes no part."""
+    weights, gradients = [[0, 3_000_000], [1_000_000, 0]], [[0, 1_000_000], [3_000_000, 0]]
+    rows = [make_row(1, bytes_received={"weights": [[7]]})]
+    rows += [make_row(step, bytes_received={"weights": weights, "gradients": gradients}) for step in (2, 3)]
+    rows.append(make_row(4, bytes_received={"weights": weights}))
+    _, page = read(make_run(tmp_path, rows))
+    titles = [part for part in page.text.split("|") if part in ("All purposes", "Weights", "Gradients")]
+    assert titles == ["All purposes", "Weights", "Gradients"]
+    cells = re.findall(r"member (\d) from rank (\d): ([\d.]+ k?M?B)", page.text)
+    assert cells[4:8] == [("0", "0", "0 B"), ("0", "1", "3.00 MB"), ("1", "0", "1.00 MB"), ("1", "1", "0 B")]
+    assert [cell[2] for cell in cells[8:]] == ["0 B", "500 kB", "1.50 MB", "0 B"]
+    assert [cell[2] for cell in cells[:4]] == ["0 B", "3.50 MB", "2.50 MB", "0 B"]
+
+
 def test_loads_over_time_show_when_an_expert_died(tmp_path):
     alive, dead = np.array([[10, 10]]), np.array([[20, 0]])
     rows = [make_row(step) | load_metrics(*[alive if step <= 50 else dead] * 2) for step in range(1, 101)]

@@ -299,6 +299,9 @@ def test_a_recorded_run_is_repeated_on_any_dispatcher(tmp_path, uninterrupted):
         assert [row["load"] for row in rows] == [row["load"] for row in expected]
         losses, expected_losses = ([row["loss"] for row in some] for some in (rows, expected))
         np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
+    block = 2 * 3 * 16 * 32 * 4  # of each of the other members both positions, and their gradients back
+    every_pair = (block * (1 - np.eye(4, dtype=int))).tolist()
+    assert all(row["bytes_received"] == {"weights": every_pair, "gradients": every_pair} for row in rows)
 
     with pytest.raises(UserError, match=r"trace\.npz: recorded with num_choices=2, but this run has num_choices=1"):
         run(tmp_path / "refused", {"routing.replay": str(trace), "moe.num_choices": 1})

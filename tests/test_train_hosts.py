@@ -1,4 +1,4 @@
-"""Training on two hosts: whole programs, which must do what one process with as many devices does."""
+"""Training on several hosts: whole programs, which must do what one process with as many devices does."""
 
 import contextlib
 import io
@@ -50,31 +50,50 @@ def assert_same_run(folder, other):
     assert [row["load"] for row in rows] == [row["load"] for row in others]
     for key in ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens"):
         np.testing.assert_allclose([row[key] for row in rows], [row[key] for row in others], rtol=1e-5, err_msg=key)
-    heldout = [[row["heldout_loss"] for row in some if row["step"] in (5, 10, 15)] for some in (rows, others)]
+    heldout = [[row["heldout_loss"] for row in some if "heldout_loss" in row] for some in (rows, others)]
     np.testing.assert_allclose(*heldout, rtol=1e-5)
 
 
 @pytest.fixture
-def start(tmp_path_factory, tmp_path):
-    """Starts experiments.train on two hosts; what runs at the end of the test is killed."""
+def launch(tmp_path_factory, tmp_path):
+    """Starts a program on several hosts; what runs at the end of the test is killed."""
     environment = quick_environment(tmp_path_factory) | {"PYTHONPATH": str(ROOT)}
     started = []
 
-    def start(folder, *words, transport="auto", **changes):
-        settings = [f"--config.{key}={value}" for key, value in (SMALL | RUN | changes).items()]
-        command = ["experiments.launch", "--hosts=2", "--", sys.executable, "-m", "experiments.train"]
+    def launch(num_hosts, *words):
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, f"--workdir={folder}", *settings, *words],
-            cwd=tmp_path, env=environment | {"FEF_TRANSPORT": transport}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-m", "experiments.launch", f"--hosts={num_hosts}", "--", sys.executable, *words],
+            cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)
         return process
 
-    yield start
+    yield launch
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def start(launch):
+    """Starts experiments.train on two hosts."""
+
+    def start(folder, **changes):
+        settings = [f"--config.{key}={value}" for key, value in (SMALL | RUN | changes).items()]
+        return launch(2, "-m", "experiments.train", f"--workdir={folder}", *settings)
+
+    return start
+
+
+@pytest.fixture
+def start_runs(launch, tmp_path):
+    """Starts several runs, one after the other in the same processes; each has a folder of its name."""
+
+    def start_runs(num_hosts, **changes_by_name):
+        runs = [[str(tmp_path / name), changes] for name, changes in changes_by_name.items()]
+        return launch(num_hosts, str(ROOT / "tests/train_program.py"), json.dumps(runs))
+
+    return start_runs
 
 
 def finish(process):
@@ -118,21 +137,51 @@ def test_two_hosts_train_as_one_process_does_and_go_on_after_a_kill_and_from_eac
     assert not list((folder / "checkpoints").glob("*tmp*"))
 
 
-def test_the_pool_over_two_hosts_trains_as_one_process_does(start, tmp_path):
-    changes = {"train.steps": 15, "moe.dispatcher": "pooled", "model.num_layers": 2, "train.microbatches": 2}
+def assert_equal_rows(some, others):
+    for key in ("loss", "grad_norm", "load", "heldout_loss"):
+        assert [row.get(key) for row in some] == [row.get(key) for row in others], key
+
+
+def test_the_pool_over_two_hosts_trains_as_one_process_does(start_runs, tmp_path):
+    changes = RUN | {"train.steps": 15, "moe.dispatcher": "pooled", "model.num_layers": 2, "train.microbatches": 2}
+    (tmp_path / "blocks").mkdir()
+    in_files = {"pool.memory": f"file:{tmp_path}/blocks"}
+    finish(start_runs(2, tcp=changes | {"pool.transport": "tcp"}, mmap=changes | in_files | {"pool.transport": "mmap"}))
     for transport in ("tcp", "mmap"):
-        finish(start(tmp_path / transport, transport=transport, **changes))
-        assert json.loads((tmp_path / transport / "summary.json").read_text())["transport"] == transport
+        summary = json.loads((tmp_path / transport / "summary.json").read_text())
+        assert (summary["transport"], summary["refused"]) == (transport, 0)
     run(tmp_path / "alone", **changes)
     assert_same_run(tmp_path / "tcp", tmp_path / "alone")
-    for key in ("loss", "grad_norm", "load", "heldout_loss"):
-        rows, others = ([row.get(key) for row in rows_of(tmp_path / transport)] for transport in ("tcp", "mmap"))
-        assert rows == others, key
+    rows, mapped = (rows_of(tmp_path / transport) for transport in ("tcp", "mmap"))
+    assert_equal_rows(rows, mapped)
     # A host fetches a block once for both of its members, who share what mapped members read one by one.
-    for row, other in zip(rows_of(tmp_path / "tcp"), rows_of(tmp_path / "mmap"), strict=True):
-        moved, mapped = row["bytes_by_purpose"], other["bytes_by_purpose"]
-        assert 0 < moved["weights"] <= mapped["weights"]
-        assert moved["gradients"] == mapped["gradients"] > 0
+    for row, other in zip(rows, mapped, strict=True):
+        moved, moved_mapped = row["bytes_by_purpose"], other["bytes_by_purpose"]
+        assert 0 < moved["weights"] <= moved_mapped["weights"]
+        assert moved["gradients"] == moved_mapped["gradients"] > 0
+
+
+def test_the_pool_over_four_hosts_takes_50_steps_as_one_process_does(start_runs, tmp_path):
+    """With the routing of a run in one process; what a member receives from each other one adds up to what moved."""
+    changes = RUN | {
+        "train.steps": 50, "train.eval_every": 25, "checkpoint.every": 50, "moe.dispatcher": "pooled",
+        "model.d_model": 32, "model.num_layers": 2, "data.seq_len": 8, "optim.name": "sgd", "optim.learning_rate": 0.1,
+        "optim.momentum": 0.0,
+    }  # fmt: skip
+    routing = tmp_path / "routing.npz"
+    run(tmp_path / "alone", **changes, **{"routing.record": str(routing)})
+    tcp, mmap = (changes | {"routing.replay": str(routing), "pool.transport": name} for name in ("tcp", "mmap"))
+    finish(start_runs(4, tcp=tcp, again=tcp, mmap=mmap))
+    rows = rows_of(tmp_path / "tcp")
+    for name in ("tcp", "mmap"):
+        assert_same_run(tmp_path / name, tmp_path / "alone")
+    for name in ("again", "mmap"):
+        assert_equal_rows(rows, rows_of(tmp_path / name))
+    for row in rows:
+        for received_MR in row["bytes_received"].values():
+            assert np.shape(received_MR) == (4, 4) and not np.diag(received_MR).any()
+        sums = {purpose: int(np.sum(received_MR)) for purpose, received_MR in row["bytes_received"].items()}
+        assert sums == {purpose: moved for purpose, moved in row["bytes_by_purpose"].items() if moved}
 
 
 def test_a_host_that_never_comes_is_named_with_the_address(tmp_path):

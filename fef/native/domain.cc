@@ -62,13 +62,15 @@ Status Domain::Open() {
   const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
   for (int rank : local_ranks_) {
     segments_[rank] = std::make_unique<MemorySegment>();
-    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks);
+    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks,
+                                            neighbourhood_.folder);
     if (!status.ok()) return status;
     if (status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
     SendSegment(rank, *segments_[rank]);
   }
   stage_segments_[me_] = std::make_unique<MemorySegment>();
-  Status status = stage_segments_[me_]->Create(name + "-stages", shape_.stages * stage_elems(me_) * sizeof(float));
+  Status status = stage_segments_[me_]->Create(name + "-stages", shape_.stages * stage_elems(me_) * sizeof(float),
+                                               neighbourhood_.folder);
   if (!status.ok()) return status;
   SendSegment(-1, *stage_segments_[me_]);
   is_open_ = true;
@@ -126,6 +128,12 @@ Status Domain::CheckOpen(const Version& version, const char* op) const {
                          " belongs to another incarnation, this pool is ", incarnation_, "; publish again");
   }
   return Status::Ok();
+}
+
+// Counts a read that asked for what is not there.
+Status Domain::Refused(Status status) {
+  if (status.code == Code::kStaleVersion || status.code == Code::kInvalidArgument) ++num_refused_;
+  return status;
 }
 
 Status Domain::Forgotten(const Version& version, const char* op) const {
@@ -289,11 +297,11 @@ bool Domain::LeaseSlot(const Version& version, int layer, int expert, Lease* lea
 
 std::optional<Status> Domain::Read(const Version& version, int rank, int layer, const std::vector<int>& experts,
                                    bool is_all, std::vector<Loan>* loans) {
-  if (Status status = CheckOpen(version, "get"); !status.ok()) return status;
+  if (Status status = CheckOpen(version, "get"); !status.ok()) return Refused(status);
   const auto it = versions_.find(version.key());
   if (it == versions_.end()) {
     if (version.key() > last_forgotten_) return std::nullopt;
-    return Forgotten(version, "get");
+    return Refused(Forgotten(version, "get"));
   }
   VersionState& state = it->second;
   std::vector<Loan> lent;
@@ -302,7 +310,7 @@ std::optional<Status> Domain::Read(const Version& version, int rank, int layer, 
   int num_awaited = 0;
   for (int expert : experts) {
     auto refuse = [&](Code code, const auto&... what) {
-      return Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...);
+      return Refused(Status::Error(code, "get: ", Where(version), ", layer ", layer, ", expert ", expert, what...));
     };
     if (layer < 0 || layer >= shape_.layers || expert < 0 || expert >= shape_.experts) {
       return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
@@ -311,7 +319,9 @@ std::optional<Status> Domain::Read(const Version& version, int rank, int layer, 
     const int home = shape_.home[expert], host = host_of_rank_[home];
     const bool is_published = state.published >> home & 1;
     if (!lost_[host].empty()) {
-      if (is_published) return refuse(Code::kPeerLost, ": ", Gone(host));
+      if (is_published) {
+        return refuse(Code::kPeerLost, ": ", Gone(host), "; its ", shape_.block_bytes(), " bytes are missing");
+      }
       return Status::Error(Code::kPeerLost, DescribeUnpublished(version), ": ", Gone(host));
     }
     if (!is_published) continue;

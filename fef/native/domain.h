@@ -60,6 +60,7 @@ struct Neighbourhood {
   Worker* worker = nullptr;
   int table = 0, group = 0;       // names of this domain in messages
   std::vector<int> host_of_rank;  // empty: all on this host
+  std::string folder;             // where segments are files; empty: they are memory alone
 };
 
 struct Version {
@@ -115,6 +116,7 @@ class Domain {
   const TableShape& shape() const { return shape_; }
   double deadline_s() const { return deadline_s_; }
   bool is_home(int expert) const { return is_here(shape_.home[expert]); }  // of this host
+  int64_t num_refused() const { return num_refused_; }  // reads by this host's members, refused here
 
   // Copies `rank`'s blocks of all layers into free slots and makes them readable. `copy_block(layer, local, dst)`
   // writes one block. `run` identifies the execution of the program, so that versions which an earlier execution
@@ -236,6 +238,7 @@ class Domain {
     return uint64_t(shape_.members) * num_members_of(host) * shape_.blocks_per_member * shape_.block_elems;
   }
   Status CheckOpen(const Version& version, const char* op) const;
+  Status Refused(Status status);
   Status Forgotten(const Version& version, const char* op) const;
   Status FindVersion(const Version& version, const char* op, VersionState** state);
   VersionState& CreateVersion(const Version& version);
@@ -297,6 +300,7 @@ class Domain {
   std::vector<std::unique_ptr<MemorySegment>> segments_;  // one per member; null if it can neither be owned nor mapped
   std::vector<std::unique_ptr<MemorySegment>> stage_segments_;  // one per host, likewise
   std::vector<std::string> lost_;                         // why a host is gone, empty while it is there
+  std::atomic<int64_t> num_refused_{0};
   Status failure_;                                        // what went wrong where nobody could be told
   std::vector<int> slots_taken_;                          // per member
   std::map<uint64_t, VersionState> versions_;

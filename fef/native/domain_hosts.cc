@@ -172,12 +172,18 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   request.what = About(Kind::kRead, version);
   request.what.layer = layer;
   request.what.expert = expert;
+  request.what.is_hint = !is_awaited;
   request.destination = block.bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
   request.urgency = block.urgency;
-  request.done = [this, &block](const Status& status) {
+  request.done = [this, &block, version, layer, expert](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
     block.status = status;
+    // The connection's end may be known here before the host's is: whoever waits for the block hears what it was.
+    if (status.code == Code::kPeerLost) {
+      block.status = Status::Error(Code::kPeerLost, "get: ", Where(version), ", layer ", layer, ", expert ", expert, ": ",
+                                   status.message, "; its ", shape_.block_bytes(), " bytes are missing");
+    }
     block.state = status.ok() ? HostCache::Block::kReady : HostCache::Block::kFailed;
     changed_.notify_all();
   };

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <random>
 
 namespace fef {
 
@@ -39,6 +41,27 @@ uint64_t AvailableBytes() {
   return std::min(machine, limit > kept ? limit - kept : 0);
 }
 
+uint64_t FreeBytes(int file) {
+  struct statvfs system;
+  return fstatvfs(file, &system) == 0 ? uint64_t(system.f_bavail) * system.f_frsize : 0;
+}
+
+// A file in `folder` that has no name, or loses it at once. The folder is not to be a link: it might lead anywhere.
+int OpenFile(const std::string& folder) {
+  const int directory = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (directory < 0) return -1;
+  int file = openat(directory, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (file < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) {  // not every file system has files without a name
+    const std::string name = "fef-" + std::to_string(getpid()) + "-" + std::to_string(std::random_device()());
+    file = openat(directory, name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+    if (file >= 0) unlinkat(directory, name.c_str(), 0);
+  }
+  const int error = errno;
+  close(directory);
+  errno = error;
+  return file;
+}
+
 }  // namespace
 
 MemorySegment::~MemorySegment() {
@@ -46,17 +69,18 @@ MemorySegment::~MemorySegment() {
   if (fd_ >= 0) close(fd_);
 }
 
-Status MemorySegment::Create(const std::string& name, size_t num_bytes) {
+Status MemorySegment::Create(const std::string& name, size_t num_bytes, const std::string& folder) {
   name_ = name;
-  fd_ = memfd_create(name.c_str(), MFD_CLOEXEC);
+  folder_ = folder;
+  fd_ = folder.empty() ? memfd_create(name.c_str(), MFD_CLOEXEC) : OpenFile(folder);
   if (fd_ < 0 || ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0) {
-    return Status::Error(Code::kResourceExhausted, "segment ", name, " of ", num_bytes,
-                         " bytes cannot be made: ", std::strerror(errno));
+    return Status::Error(Code::kResourceExhausted, "segment ", name, " of ", num_bytes, " bytes cannot be made",
+                         folder.empty() ? "" : " in " + folder, ": ", std::strerror(errno));
   }
   void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (address == MAP_FAILED) {
     return Status::Error(Code::kResourceExhausted, "segment ", name, " of ", num_bytes,
-                         " bytes cannot be mapped: ", std::strerror(errno));
+                         " bytes cannot be mapped: ", std::strerror(errno), "; raise the limit of addresses (ulimit -v)");
   }
   data_ = static_cast<char*>(address);
   num_bytes_ = num_bytes;
@@ -83,11 +107,14 @@ Status MemorySegment::Map(const std::string& name, int fd) {
 Status MemorySegment::Take(size_t num_bytes) {
   if (num_bytes <= taken_) return Status::Ok();
   const size_t more = num_bytes - taken_;
-  const uint64_t available = AvailableBytes();
-  const int error = more > available ? ENOMEM : posix_fallocate(fd_, off_t(taken_), off_t(more));
+  const bool is_file = !folder_.empty();
+  const uint64_t available = is_file ? FreeBytes(fd_) : AvailableBytes();
+  const int no_room = is_file ? ENOSPC : ENOMEM;
+  const int error = more > available ? no_room : posix_fallocate(fd_, off_t(taken_), off_t(more));
   if (error != 0) {
-    return Status::Error(Code::kResourceExhausted, "segment ", name_, ": taking ", more, " bytes failed, ", available,
-                         " are free: ", std::strerror(error), "; use a smaller model or release() versions");
+    return Status::Error(Code::kResourceExhausted, "segment ", name_, is_file ? " in " + folder_ : "", ": taking ", more,
+                         " bytes failed, ", available, " are free: ", std::strerror(error),
+                         "; use a smaller model or release() versions");
   }
   // Maps the pages that posix_fallocate has filled, so that no step pays for the faults.
   for (size_t at = taken_; at < num_bytes; at += kPageBytes) static_cast<volatile char*>(data_)[at];

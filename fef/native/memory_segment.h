@@ -9,8 +9,8 @@
 
 namespace fef {
 
-// A memfd of fixed size, mapped for the life of the object. It holds memory only where that was taken. Freed by the
-// kernel when the last mapping is gone, also after SIGKILL, so nothing is left behind in /dev/shm.
+// A memfd, or a file without a name, of fixed size, mapped for the life of the object. It holds memory only where that
+// was taken. Freed by the kernel when the last mapping is gone, also after SIGKILL, so nothing is left behind.
 class MemorySegment {
  public:
   MemorySegment() = default;
@@ -18,8 +18,8 @@ class MemorySegment {
   MemorySegment& operator=(const MemorySegment&) = delete;
   ~MemorySegment();
 
-  // Reserves addresses, no memory.
-  Status Create(const std::string& name, size_t num_bytes);
+  // Reserves addresses, no memory. With a folder, the segment is a file on its file system.
+  Status Create(const std::string& name, size_t num_bytes, const std::string& folder = {});
   // Maps what another process has created; the descriptor is this object's from now on.
   Status Map(const std::string& name, int fd);
   // Takes and faults in the memory of the first num_bytes, once and for all. What does not fit is refused here, not by
@@ -32,7 +32,7 @@ class MemorySegment {
 
  private:
   int fd_ = -1;
-  std::string name_;
+  std::string name_, folder_;
   char* data_ = nullptr;
   size_t num_bytes_ = 0;
   size_t taken_ = 0;

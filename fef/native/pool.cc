@@ -28,7 +28,7 @@ Status Pool::AddTable(const TableShape& shape, int32_t* table) {
   for (int group = 0; group < options_.groups; ++group) {
     std::optional<uint64_t> seed;
     if (options_.chaos_seed) seed = *options_.chaos_seed + group;
-    Neighbourhood neighbourhood{fabric_.get(), &worker_, int(tables_.size()), group, {}};
+    Neighbourhood neighbourhood{fabric_.get(), &worker_, int(tables_.size()), group, {}, options_.folder};
     const auto first = options_.host_of_member.begin() + ptrdiff_t(group) * shape.members;
     if (fabric_ != nullptr) neighbourhood.host_of_rank.assign(first, first + shape.members);
     auto domain = std::make_unique<Domain>(shape, incarnation(), options_.deadline_s, seed, std::move(neighbourhood));
@@ -113,6 +113,15 @@ Domain* Pool::domain(int table, int group) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (table < 0 || table >= int(tables_.size()) || group < 0 || group >= int(tables_[table].size())) return nullptr;
   return tables_[table][group].get();
+}
+
+int64_t Pool::num_refused() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t number = fabric_ == nullptr ? 0 : fabric_->num_refused();
+  for (const auto& domains : tables_) {
+    for (const auto& domain : domains) number += domain->num_refused();
+  }
+  return number;
 }
 
 int32_t Pool::NextVersion(int table) {

@@ -27,6 +27,7 @@ struct PoolOptions {
   Membership membership;
   std::vector<int> host_of_member;  // [group][rank]; empty: all members are here
   Window window;
+  std::string folder;  // where segments are files; empty: they are memory alone
 };
 
 // All domains of one `fef.Pool`: a domain per (table, data-parallel group).
@@ -44,7 +45,8 @@ class Pool {
   int32_t NextVersion(int table);
   int32_t incarnation() const { return options_.membership.incarnation; }
   Liveness& liveness() { return liveness_; }
-  int64_t num_refused() const { return fabric_->num_refused(); }  // connections, with several hosts
+  // What was refused here: by the server, and by this host's own members' reads.
+  int64_t num_refused();
   // The host that died first, and why; empty while none has.
   std::string dead() {
     std::lock_guard<std::mutex> lock(messages_mutex_);

@@ -21,10 +21,10 @@ extern "C" {
 
 int32_t fef_pool_next_incarnation() { return fef::NextIncarnation(); }
 
-// host_of_member: [groups][members]; not read when there is one host.
+// host_of_member: [groups][members]; not read when there is one host. folder: of the segments; empty: memory alone.
 int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed, int32_t incarnation, int me, int num_hosts,
                       const char* token, const int32_t* host_of_member, int num_members, int64_t window_bytes,
-                      int64_t total_window_bytes) {
+                      int64_t total_window_bytes, const char* folder) {
   fef::PoolOptions options;
   options.groups = groups;
   options.deadline_s = deadline_s;
@@ -32,6 +32,7 @@ int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed, int32_t
   options.membership = {me, num_hosts, incarnation, token};
   if (num_hosts > 1) options.host_of_member.assign(host_of_member, host_of_member + groups * num_members);
   options.window = {uint64_t(window_bytes), uint64_t(total_window_bytes)};
+  options.folder = folder;
   return fef::OpenPool(std::move(options))->incarnation();
 }
 
@@ -62,6 +63,12 @@ void fef_pool_dead(int32_t incarnation, char* text, int text_bytes) {
   const auto pool = fef::FindPool(incarnation);
   std::strncpy(text, pool == nullptr ? "" : pool->dead().c_str(), text_bytes - 1);
   text[text_bytes - 1] = 0;
+}
+
+// Reads and connections that this host has refused so far; -1 when the pool is closed.
+int64_t fef_pool_refused(int32_t incarnation) {
+  const auto pool = fef::FindPool(incarnation);
+  return pool == nullptr ? -1 : pool->num_refused();
 }
 
 // The error that leaves the pool is in hand: the process is not to be ended for it.

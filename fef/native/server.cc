@@ -18,6 +18,7 @@ namespace {
 
 constexpr size_t kReceiveBytes = 64 << 10;
 constexpr size_t kMaxOutBytes = 256 << 20;  // of answers to a host that does not take them
+constexpr size_t kRefusedRemembered = 64;   // reads of a host, of whose chunks some may still come
 
 }  // namespace
 
@@ -187,12 +188,10 @@ bool Server::Greet(Connection& connection, const Message& message, const std::st
           std::to_string(membership_.incarnation);
   }
   answer.code = why.empty() ? 0 : int(Code::kInvalidArgument);
+  if (!why.empty()) ++num_refused_;  // before anybody hears of it
   connection.out.Add(ToBytes(answer, why));
   connection.out.Flush(connection.socket.get());
-  if (!why.empty()) {
-    ++num_refused_;
-    return false;
-  }
+  if (!why.empty()) return false;
   connection.host = message.host;
   connection.channel = message.channel;
   if (message.channel == Channel::kReplies) replies_[message.host] = &connection;
@@ -204,6 +203,7 @@ void Server::Answer(const Message& read) {
   if (found == replies_.end() || found->second->out.num_bytes() > kMaxOutBytes) return;
   std::string bytes;
   const Status status = callbacks_.on_read(read, &bytes);
+  if (!status.ok()) CountRefusal(*found->second, read);
   Message answer = read;
   answer.kind = Kind::kData;
   answer.host = membership_.me;
@@ -212,6 +212,14 @@ void Server::Answer(const Message& read) {
   connection.out.Add(ToBytes(answer, status.ok() ? bytes : status.message));
   connection.out.Flush(connection.socket.get());  // a broken connection shows itself to epoll
   Watch(connection);
+}
+
+void Server::CountRefusal(Connection& connection, const Message& read) {
+  std::deque<uint64_t>& refused = connection.refused;
+  if (read.is_hint || std::find(refused.begin(), refused.end(), read.ticket) != refused.end()) return;
+  refused.push_back(read.ticket);
+  if (refused.size() > kRefusedRemembered) refused.pop_front();
+  ++num_refused_;
 }
 
 }  // namespace fef

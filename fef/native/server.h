@@ -39,11 +39,12 @@ class Server {
   Server(Membership membership, Callbacks callbacks);
   ~Server();
 
-  // Accepts from now on. *port receives the TCP port, chosen by the system.
+  // Accepts from now on. *port: as of ListenTcp.
   Status Start(const std::string& address, const std::string& unix_name, int* port);
   void Stop();
 
-  // Connections dropped because of what they said: other jobs, other programs, garbage.
+  // What was refused: connections dropped because of what they said (other jobs, other programs, garbage), and reads of
+  // what is not, or is no longer, there. A hint that comes too late is no fault and does not count.
   int64_t num_refused() const { return num_refused_; }
 
  private:
@@ -56,6 +57,7 @@ class Server {
     std::deque<Descriptor> descriptors;
     Outbox out;
     bool is_waiting_to_write = false;  // what epoll has been told
+    std::deque<uint64_t> refused;  // the last tickets, so that the chunks of one read count once
   };
 
   void Run();
@@ -64,6 +66,7 @@ class Server {
   bool Handle(Connection& connection, const Message& message, const std::string& payload);
   bool Greet(Connection& connection, const Message& message, const std::string& payload);
   void Answer(const Message& read);
+  void CountRefusal(Connection& connection, const Message& read);
   void Watch(Connection& connection);
   void Drop(int fd, const std::string& why);
 

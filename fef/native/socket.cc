@@ -83,10 +83,15 @@ void SetNonBlocking(int fd) { fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK
 
 Status ListenTcp(const std::string& address, Descriptor* listener, int* port) {
   sockaddr_in where;
-  if (Status status = ToAddress(address, 0, &where); !status.ok()) return status;
+  if (Status status = ToAddress(address, *port, &where); !status.ok()) return status;
   Descriptor socket_fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   socklen_t length = sizeof(where);
-  if (!socket_fd || bind(socket_fd.get(), reinterpret_cast<sockaddr*>(&where), sizeof(where)) != 0 ||
+  // At a given port, connections of the process that was there before may still be closing. Where the system chooses,
+  // only what has its port may share it: two that choose at the same time must not get the same one.
+  const int one = 1;
+  auto share = [&] { return setsockopt(socket_fd.get(), SOL_SOCKET, SO_REUSEADDR, &one, sizeof(one)) == 0; };
+  if (!socket_fd || (*port != 0 && !share()) ||
+      bind(socket_fd.get(), reinterpret_cast<sockaddr*>(&where), sizeof(where)) != 0 || !share() ||
       listen(socket_fd.get(), 256) != 0 ||
       getsockname(socket_fd.get(), reinterpret_cast<sockaddr*>(&where), &length) != 0) {
     return SystemError("listening at " + address);

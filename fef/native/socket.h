@@ -37,6 +37,7 @@ struct Endpoint {
   std::string unix_name;  // abstract
 };
 
+// *port: 0, which becomes one that the system chooses, or the one to listen at.
 Status ListenTcp(const std::string& address, Descriptor* listener, int* port);
 Status ListenUnix(const std::string& name, Descriptor* listener);
 // Blocks for at most `deadline_s`.

@@ -43,7 +43,7 @@ struct Message {
   uint64_t offset = 0;
   uint64_t ticket = 0;
   uint32_t payload_bytes = 0;
-  uint32_t reserved = 0;
+  uint32_t is_hint = 0;  // of a read: nobody waits for it (yet)
 };
 static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 88);
 

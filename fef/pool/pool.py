@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from fef import hosts
 from fef.config import PoolConfig
 from fef.pool import errors, native, neighbours
+from fef.pool.memory import segment_folder
 from fef.pool.table import ExpertTable
 
 _ERROR_BYTES = 512
@@ -37,17 +38,20 @@ class Pool:
 
     Args:
       mesh: the device mesh (`fef.make_mesh`); every device is a member with a segment of its own.
-      config: slots, stages, deadline, transport.
+      config: slots, stages, deadline, transport, memory.
 
     Raises:
-      ConfigError: a transport that this build does not have.
+      ConfigError: a transport that this build does not have, or a folder that cannot hold the blocks.
       fef.pool.native.NativeError: the native library is not built; says what to do.
     """
 
     def __init__(self, mesh: Mesh, config: PoolConfig | None = None):
         self.mesh = mesh
         self.config = config or PoolConfig()
+        self._folder = segment_folder(self.config.memory)
         self._library = native.library()
+        self._refused = 0
+        self._library.fef_pool_refused.restype = ctypes.c_int64
         self._tables: dict[str, int] = {}
         transport = neighbours.chosen_transport(self.config)
         self.incarnation: int = self._library.fef_pool_next_incarnation()
@@ -66,6 +70,7 @@ class Pool:
             jax.process_index(), num_hosts, token.encode(),
             host_of_member.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), members,
             ctypes.c_int64(self.config.window_bytes), ctypes.c_int64(self.config.total_window_bytes),
+            self._folder.encode(),
         )  # fmt: skip
 
     def _meet(self, transport: str) -> str:
@@ -98,6 +103,15 @@ class Pool:
         code = getattr(self._library, name)(ctypes.c_int32(self.incarnation), *args, error, _ERROR_BYTES)
         if code:
             raise errors.from_native(code, error.value.decode())
+
+    @property
+    def refused(self) -> int:
+        """Reads and connections that this host has refused, until now or until the pool was closed.
+
+        Reads of what is not, or is no longer, there: over TCP the home refuses, elsewhere the reader itself.
+        """
+        count = self._library.fef_pool_refused(self.incarnation)
+        return self._refused if count < 0 else count
 
     def __enter__(self) -> "Pool":
         _open_pools.append(self)
@@ -138,6 +152,7 @@ class Pool:
                 _let_programs_end(self.mesh)
         finally:
             cut_off.cancel()
+            self._refused = self.refused
             self._library.fef_pool_close(self.incarnation)
             atexit.unregister(self.close)
 

@@ -205,7 +205,7 @@ def test_refused_transformations(forward, handle, transform, error, text):
     [
         (np.full((R, E), 3), F, jnp.float32, "table ffn, expert 4: 3 rows from row 12 do not fit into 12"),
         (np.tile([1, -1, 1, 0, 0, 0], (R, 1)), F, jnp.float32, "table ffn, expert 1: -1 rows from row 1"),
-        (ROWS_ME[:, :5], F, jnp.float32, "told of 5 experts, table ffn has 6"),
+        (ROWS_ME[:, :5], F, jnp.float32, "pooled_ffn: rows of 5 experts, table ffn has 6"),
         (ROWS_ME, F + 1, jnp.float32, "table ffn holds blocks of 240 x 4 bytes, not the 264 floats of this FFN"),
         (ROWS_ME, F, jnp.bfloat16, "table ffn holds blocks of 240 x 2 bytes, not the 240 floats of this FFN"),
     ],

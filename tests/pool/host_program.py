@@ -1,12 +1,20 @@
-"""One host of a pool over several processes, as tests/pool/test_hosts.py starts it: SCENARIO DEVICES DEADLINE_S."""
+"""One host of a pool over several processes, as tests/pool/test_hosts.py starts it: SCENARIO DEVICES DEADLINE_S WORD.
+
+The word is for some scenarios, which say what it is.
+"""
 
 import os
 import pathlib
+import re
+import socket
+import subprocess
 import sys
+import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 scenario, devices, deadline_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+word = sys.argv[4] if len(sys.argv) > 4 else ""
 
 from fef import startup
 
@@ -22,8 +30,10 @@ import fef
 from experiments.flags import run
 from fef import hosts
 from fef.config import PoolConfig
+from fef.ops.prefetch import prefetch
 from fef.ops.read_ledger import read_ledger
 from fef.ops.release import release
+from fef.pool import errors
 from fef.pool.table import ExpertTable
 from fef.sharding import AXES, REPLICATED, TOKENS, island, named
 
@@ -47,13 +57,36 @@ class Blocks:
             shape = (LAYERS, table.num_positions, ELEMS)
             return programs.publish_all(mesh, handle, (jnp.full(shape, step, jnp.float32),))
 
+        def let_go(version_M4):
+            return release(version_M4[0], jnp.float32(0))[None]
+
         self.publish = jax.jit(publish)
+        self.release = jax.jit(island(mesh, let_go, (TOKENS,), TOKENS))
         self.get = jax.jit(lambda published: programs.get_all(mesh, published, 1, ids, ELEMS))
 
     def step(self, number):
         blocks = self.get(self.publish(jnp.float32(number)))
         for shard in blocks.addressable_shards:
             assert (np.asarray(shard.data) == number).all(), "another step's block"
+
+    def publish_unread(self, number):
+        """Publishes a version that nobody reads, so that the next one is not fetched ahead."""
+        version_M4, chain_M = self.publish(jnp.float32(number))
+        jax.block_until_ready(version_M4)
+        hosts.barrier("have published what is not read")
+        jax.block_until_ready(self.release(version_M4))
+        hosts.barrier("have released it")
+        return version_M4, chain_M
+
+    def publish_what_is_not_fetched_ahead(self):
+        """A version, the third, and the compiled program that reads it without any collective."""
+        for number in (1, 2):
+            self.publish_unread(number)
+        published = self.publish(jnp.float32(3))
+        jax.block_until_ready(published)
+        get = self.get.lower(published).compile()  # now: a host that has died is not waited for while this compiles
+        hosts.barrier("have published")
+        return published, get
 
 
 def read_for_ever(mesh, pool):
@@ -66,23 +99,107 @@ def read_for_ever(mesh, pool):
 
 def read_what_was_not_fetched_ahead(mesh, pool):
     """Reads without any collective, when it is told to: only the pool can notice what became of the others."""
-    blocks = Blocks(mesh, pool)
-
-    def let_go(version_M4):
-        return release(version_M4[0], jnp.float32(0))[None]
-
-    for number in (1, 2):  # nobody reads them, so the next is not fetched ahead
-        version_M4, _ = blocks.publish(jnp.float32(number))
-        time.sleep(0.3)
-        jax.block_until_ready(jax.jit(island(mesh, let_go, (TOKENS,), TOKENS))(version_M4))
-    published = blocks.publish(jnp.float32(3))
-    jax.block_until_ready(published)
-    get = blocks.get.lower(published).compile()  # now: a host that has died is not waited for while this compiles
-    hosts.barrier("have published")
+    published, get = Blocks(mesh, pool).publish_what_is_not_fetched_ahead()
     say("published")
     sys.stdin.readline()
     jax.block_until_ready(get(published))
     say("read")
+
+
+def read_over_a_broken_link(mesh, pool):
+    """In a lab: host 1's cable is pulled, then host 0 reads, then, if the word ends in "back", the cable comes back.
+
+    The word is the path of a file, by whose neighbours the hosts know what has happened: they cannot speak.
+    """
+    published, get = Blocks(mesh, pool).publish_what_is_not_fetched_ahead()
+    is_down, is_read = pathlib.Path(f"{word}.down"), pathlib.Path(f"{word}.read")
+    if hosts.is_main():
+        wait_for(is_down)
+        threading.Timer(0.5, is_read.touch).start()
+        jax.block_until_ready(get(published))
+        say("read", "after" if is_read.exists() else "before", "the cable came back")
+    else:
+        set_cable("down")
+        is_down.touch()
+        wait_for(is_read)
+        if not word.endswith("back"):
+            time.sleep(600)
+        set_cable("up")
+    hosts.barrier("have read")
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.01)
+
+
+def set_cable(state):
+    """Of this host, at its switch."""
+    lab, number = re.fullmatch(r"(.*)-h(\d+)", socket.gethostname()).groups()
+    subprocess.run(["ip", "-n", f"{lab}-fab", "link", "set", f"h{number}", state], check=True, timeout=10)
+
+
+def read_an_old_version(mesh, pool):
+    """Host 0 reads host 1's block under a version whose slot has been refilled, and under the last version."""
+    blocks = Blocks(mesh, pool)
+    versions = [blocks.publish_unread(number) for number in range(1, 9)]
+    ids = np.ones((mesh.size, 1), np.int32)
+    get = jax.jit(lambda published: programs.get_all(mesh, published, 1, ids, ELEMS)).lower(versions[0]).compile()
+    hosts.barrier("have compiled")
+    before = pool.refused
+    if hosts.is_main():
+        try:
+            jax.block_until_ready(get(versions[2]))
+        except Exception as error:
+            typed = errors.as_pool_error(error)
+            say("error", type(typed).__name__, typed)
+        (read,) = (np.asarray(shard.data) for shard in get(versions[-1]).addressable_shards)
+        say("read", *np.unique(read))
+    hosts.barrier("have read")
+    say("refused", before, pool.refused)
+
+
+def steps_of_a_job(mesh, pool):
+    """The word is the job's number; its blocks hold nothing else than that number and the step's."""
+    blocks = Blocks(mesh, pool)
+    for number in range(1, 41):
+        blocks.step(1000 * int(word) + number)
+    say("done with job", word, "refused", pool.refused)
+
+
+def prefetch_for_ever(mesh, pool):
+    """5,000 hints under 50 versions of 4 MB of another host's blocks, which nobody reads; then a read."""
+    members, elems = mesh.size, 1 << 19
+    handle = pool.table("large", LAYERS, ExpertTable(members, members), ((elems,),), jnp.float32)
+    ids_n = np.arange(members, dtype=np.int32)
+
+    def hint(version_M4):
+        def once(index, x):
+            return prefetch(version_M4[0], index % LAYERS, jnp.asarray(ids_n), x)
+
+        return release(version_M4[0], jax.lax.fori_loop(0, 100, once, jnp.float32(0)))[None]
+
+    shape = (LAYERS, members, elems)
+    publish = jax.jit(lambda number: programs.publish_all(mesh, handle, (jnp.full(shape, number),)))
+    hint = jax.jit(island(mesh, hint, (TOKENS,), TOKENS))
+    for number in range(50):
+        version_M4, _ = publish(jnp.float32(number))
+        jax.block_until_ready(hint(version_M4))
+        if number == 9:
+            start = resident_bytes()
+    grown = resident_bytes() - start
+    get = jax.jit(lambda published: programs.get_all(mesh, published, 1, np.tile(ids_n, (members, 1)), elems))
+    read = get(publish(jnp.float32(7.5)))
+    values = [np.unique(np.asarray(shard.data)).tolist() for shard in read.addressable_shards]
+    hosts.barrier("have read")
+    say("grown", grown, "read", values)
+
+
+def resident_bytes():
+    """Of this process alone, without what it maps of the pool."""
+    return int(re.search(r"RssAnon:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def wait_in_a_collective(mesh, pool):
@@ -140,6 +257,7 @@ def count_bytes(mesh, pool):
 def main(argv):
     config = PoolConfig()
     config.deadline_s = deadline_s
+    config.slots = 2 if scenario == "read_an_old_version" else config.slots
     mesh = fef.make_mesh(devices)
     with fef.Pool(mesh, config) as pool:
         say("open", pool.transport, *np.unique(process_allgather(np.int32(os.getpid()))))

@@ -11,7 +11,7 @@ SOURCES = (
     "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "host_cache.cc", "liveness.cc",
     "memory_segment.cc", "parallel.cc", "pool.cc", "server.cc", "socket.cc", "task.cc",
 )  # fmt: skip
-TESTS = ("pool_test", "hosts_test")
+TESTS = ("pool_test", "hosts_test", "kill_test")
 FOLDER = pathlib.Path(__file__).parents[1] / "native"
 
 

@@ -12,7 +12,7 @@ from fef.native import build
 from fef.ops.read_ledger import read_ledger
 from fef.ops.release import release
 from fef.pool import errors
-from fef.pool.ledger import GRADIENTS, PURPOSES, REFETCH, WAITS, WEIGHTS, Units, bytes_by_purpose
+from fef.pool.ledger import GRADIENTS, PURPOSES, REFETCH, WAITS, WEIGHTS, Units, bytes_by_purpose, bytes_received
 from fef.pool.pool import Pool
 from fef.pool.table import ExpertTable
 from fef.sharding import REPLICATED, TOKENS, island, make_mesh
@@ -147,3 +147,29 @@ def test_bytes_are_exact_beyond_32_bits():
     assert bytes_by_purpose(counts_LQE, units) == {
         "weights": 3 * (2**31 - 1) * 2**33, "refetch": 11 * 2**33, "gradients": 2200, "tokens": 330, "metadata": 44,
     }  # fmt: skip
+
+
+def test_bytes_received_from_each_member():
+    """The routing above: member 0 reads a block of rank 1, member 1 three of rank 0; gradients go the other way."""
+    counts_MLQP = np.zeros((R, L, len(PURPOSES), TABLE.num_positions), np.int32)
+    counts_MLQP[..., TABLE.position_E] = expected(weights=1, refetch=2, gradients=1)
+    received = bytes_received(counts_MLQP, R, Units(block_bytes=288, gradient_bytes=100, row_bytes=16))
+    assert {purpose: bytes_MR.tolist() for purpose, bytes_MR in received.items()} == {
+        "weights": [[0, 288], [3 * 288, 0]],
+        "refetch": [[0, 2 * 288], [6 * 288, 0]],
+        "gradients": [[0, 300], [100, 0]],
+    }
+
+
+def test_bytes_received_within_each_data_parallel_group():
+    """2 groups of 2 members with 2 positions each; token rows go to the home of a position and come back."""
+    counts_MLQP = np.zeros((4, 1, len(PURPOSES), 4), np.int32)
+    tokens = PURPOSES.index("tokens")
+    counts_MLQP[1, 0, tokens] = [3, 4, 0, 0]  # rank 1 of group 0 sends to rank 0; of 7 crossings 4 go there
+    counts_MLQP[2, 0, tokens] = [0, 0, 0, 6]  # rank 0 of group 1 sends to rank 1
+    counts_MLQP[3, 0, PURPOSES.index("metadata")] = [5, 0, 0, 0]
+    received = bytes_received(counts_MLQP, 2, Units(block_bytes=1, gradient_bytes=1, row_bytes=10))
+    assert {purpose: bytes_MR.tolist() for purpose, bytes_MR in received.items()} == {
+        "tokens": [[0, 40], [30, 0], [0, 30], [30, 0]],
+        "metadata": [[0, 0], [0, 0], [0, 0], [5, 0]],
+    }
