@@ -160,7 +160,8 @@ void TestBytes() {
       std::vector<char> mine(10000);
       for (int i = 0; i < 200; ++i) {
         const uint64_t offset = uint64_t(thread * 500 + i) * 999 % (kRegistered - mine.size());
-        if (!reader.Get(offset, mine.size(), mine.data()).ok() || !IsRight(mine.data(), offset, mine.size())) return false;
+        if (!reader.Get(offset, mine.size(), mine.data()).ok()) return false;
+        if (!IsRight(mine.data(), offset, mine.size())) return false;
       }
       return true;
     }));
@@ -223,7 +224,8 @@ void TestStopped() {
   CheckOk(reader.Get(0, kRegistered, bytes.data()), "a first read");
   owner.Stop();
   const Status status = reader.Get(0, kRegistered, bytes.data(), 0.3);
-  CheckError(status, Code::kDeadlineExceeded, "host 1 was given up: it has not answered within 0.3 s", "a read of a stopped owner");
+  CheckError(status, Code::kDeadlineExceeded, "host 1 was given up: it has not answered within 0.3 s",
+             "a read of a stopped owner");
   std::memset(bytes.data(), 'x', bytes.size());
   kill(owner.pid, SIGCONT);
   for (int i = 0; i < 20; ++i) {

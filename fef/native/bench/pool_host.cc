@@ -71,8 +71,8 @@ class Side {
       shape.members = 2;
       shape.home = shape.local = {0};
       shape.block_elems = sizes[table] / 4;
-      domains_.push_back(std::make_unique<fef::Domain>(shape, kIncarnation, kDeadlineS, std::nullopt,
-                                                       fef::Neighbourhood{&fabric_, &worker_, int(table), 0, {0, 1}}));
+      const fef::Neighbourhood here{&fabric_, &worker_, int(table), 0, {0, 1}, {}};
+      domains_.push_back(std::make_unique<fef::Domain>(shape, kIncarnation, kDeadlineS, std::nullopt, here));
     }
   }
 
@@ -190,7 +190,7 @@ class PlainSockets {
   explicit PlainSockets(const std::vector<int64_t>& sizes) : sizes_(sizes), block_(sizes.back()) {}
 
   int Listen(const std::string& address) {
-    int port;
+    int port = 0;
     Must(fef::ListenTcp(address, &listener_, &port));
     return port;
   }

@@ -189,7 +189,7 @@ void Rma::Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* 
     if (is_stopping_) {
       status = Status::Error(Code::kPoolClosed, "rma: the pool was closed");
     } else if (found == peers_.end() || segment < 0 || segment >= int(found->second->keys.size())) {
-      status = Status::Error(Code::kInvalidArgument, "rma: host ", host, " has no segment ", segment, " that is known here");
+      status = Status::Error(Code::kInvalidArgument, "rma: host ", host, " has no segment ", segment, " known here");
     } else {
       Peer* peer = found->second.get();
       const uint64_t there = peer->num_bytes[segment];
@@ -197,7 +197,8 @@ void Rma::Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* 
         status = Status::Error(Code::kInvalidArgument, "rma: ", num_bytes, " bytes at ", offset, " are not in segment ",
                                segment, " of host ", host, ", which has ", there);
       } else {
-        work_.push_back([=, from = peer->addresses[segment] + offset, key = peer->keys[segment], done = std::move(done)] {
+        const uint64_t from = peer->addresses[segment] + offset;
+        work_.push_back([=, key = peer->keys[segment], done = std::move(done)] {
           Post(peer, from, key, num_bytes, destination, deadline_s, done);
         });
       }
@@ -229,8 +230,9 @@ void Rma::Run() {
     epoll_event events[2];
     const int num_events = epoll_wait(epoll_.get(), events, 2, MilliToDeadline());
     for (int i = 0; i < num_events; ++i) {
+      if (events[i].data.fd != wake_.get()) continue;
       uint64_t count;
-      if (events[i].data.fd == wake_.get()) [[maybe_unused]] const ssize_t got = read(wake_.get(), &count, sizeof(count));
+      [[maybe_unused]] const ssize_t got = read(wake_.get(), &count, sizeof(count));
     }
   }
   for (auto& [host, peer] : peers_) Lose(*peer, Code::kPoolClosed, "was left", "the pool was closed");
@@ -249,7 +251,8 @@ void Rma::Post(Peer* peer, uint64_t from, ucp_rkey_h key, uint64_t num_bytes, ch
   if (!peer->lost.ok()) {
     return done(peer->lost);
   }
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(deadline_s));
+  const std::chrono::duration<double> time_left(deadline_s);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(time_left);
   reads_.push_back({peer, nullptr, deadline, deadline_s, std::move(done), {}});
   Read& read = reads_.back();
   read.self = std::prev(reads_.end());
@@ -317,7 +320,8 @@ int Rma::MilliToDeadline() const {
   auto next = Clock::time_point::max();
   for (const Read& read : reads_) next = std::min(next, read.deadline);
   if (next == Clock::time_point::max()) return -1;
-  return int(std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now()).count())) + 1;
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(next - Clock::now());
+  return int(std::max<int64_t>(0, left.count())) + 1;
 }
 
 // False when UCX does not let go of a read or an endpoint.
