@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from experiments import bench_dispatch, bench_ffn, bench_stack
+from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack
 from experiments.flags import ROOT, parse_flags, run
 from fef.config import UserError
 
@@ -66,6 +66,7 @@ def _table(name: str) -> str:
     tables: dict[str, Callable[[list[dict[str, Any]]], str]] = {
         "bench_dispatch": bench_dispatch.table,
         "bench_ffn": _ffn_table,
+        "bench_pool": bench_pool.table,
         "bench_stack": bench_stack.table,
     }
     path = RESULTS / f"{name}.json"

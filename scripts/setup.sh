@@ -17,7 +17,7 @@ die() {
 current_key() {
   local version
   version=$("$venv/bin/python" -VV 2>/dev/null) || return 0
-  { echo "$root $version" && cat setup.cfg pyproject.toml scripts/setup.sh fef/native/*.{cc,h,py}; } | sha256sum
+  { echo "$root $version" && cat setup.cfg pyproject.toml scripts/setup.sh fef/native/*.{cc,h,py} fef/native/ucx/*; } | sha256sum
 }
 
 is_done() { [[ -s $state && -f fef/native/lib/libfef.so && $(<"$state") == "$(current_key)" ]]; }

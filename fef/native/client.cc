@@ -96,6 +96,8 @@ void Client::Send(int host, const Message& message, const std::string& payload, 
     Message mine = message;
     mine.host = membership_.me;
     peer.out.Add(ToBytes(mine, payload), fd);
+    Flush(host, peer);
+    if (finished_.empty()) return;
   }
   Wake();
 }
@@ -115,9 +117,11 @@ void Client::Read(int host, ReadRequest request) {
       const uint64_t num_bytes = request.num_bytes;
       peer.reads.emplace(ticket, Peer::Read{std::move(request), num_bytes});
       peer.queue.push_back(ticket);
+      Pump();  // here and now: to wake the client's thread for it would take as long as the answer does
     } else {
       finished_.emplace_back(std::move(request.done), Status::Error(Code::kPeerLost, "host ", host, " is gone"));
     }
+    if (finished_.empty()) return;
   }
   Wake();
 }
@@ -161,13 +165,17 @@ void Client::Flush(int host, Peer& peer) {
   if (!peer.is_lost && !peer.out.Flush(peer.requests.get())) Lose(host, "its connection broke");
 }
 
+void Client::Pump() {
+  Ask();
+  for (auto& [host, peer] : peers_) Flush(host, peer);
+}
+
 void Client::Run() {
   using namespace std::chrono_literals;
   epoll_event events[64];
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    Ask();
-    for (auto& [host, peer] : peers_) Flush(host, peer);
+    Pump();
     auto finished = std::move(finished_);
     finished_.clear();
     if (!finished.empty()) {
@@ -177,9 +185,9 @@ void Client::Run() {
       continue;
     }
     if (is_stopping_) break;
-    const bool is_asking = std::any_of(peers_.begin(), peers_.end(), [](const auto& p) { return p.second.in_flight > 0; });
     lock.unlock();
-    const int num_events = epoll_wait(epoll_.get(), events, 64, is_asking ? int(kSilence / 1ms) : -1);
+    // Again after kSilence at the latest: reads that wait for a silent host's share of the window may have it then.
+    const int num_events = epoll_wait(epoll_.get(), events, 64, int(kSilence / 1ms));
     lock.lock();
     for (int i = 0; i < num_events; ++i) {
       if (events[i].data.u64 == UINT64_MAX) {
@@ -255,8 +263,7 @@ bool Client::Receive(int host, Peer& peer) {
       Begin(peer);
       if (peer.payload_left == 0) Finish(peer);
     }
-    Ask();
-    for (auto& [other, waiting] : peers_) Flush(other, waiting);
+    Pump();
     if (peer.is_lost) return true;
   }
 }

@@ -36,7 +36,7 @@ struct Window {
   uint64_t host_bytes = 0, total_bytes = 0;
 };
 
-// One thread, asleep in epoll while nothing is on its way.
+// One thread, asleep in epoll while nothing comes. What goes out does so on the threads that ask for it.
 class Client {
  public:
   Client(Membership membership, Window window, std::function<void(int host, const std::string& why)> on_lost);
@@ -73,6 +73,7 @@ class Client {
 
   void Run();
   void Wake();
+  void Pump();
   void Ask();
   uint64_t InFlight() const;
   void Flush(int host, Peer& peer);

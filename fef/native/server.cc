@@ -92,8 +92,10 @@ void Server::Accept(int listener, bool is_unix) {
 }
 
 void Server::Watch(Connection& connection) {
+  const bool has_output = !connection.out.empty();
+  if (std::exchange(connection.is_waiting_to_write, has_output) == has_output) return;
   epoll_event event{};
-  event.events = EPOLLIN | (connection.out.empty() ? 0u : unsigned(EPOLLOUT));
+  event.events = EPOLLIN | (has_output ? unsigned(EPOLLOUT) : 0u);
   event.data.fd = connection.socket.get();
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, event.data.fd, &event);
 }

@@ -56,6 +56,7 @@ class Server {
     std::string in;
     std::deque<Descriptor> descriptors;
     Outbox out;
+    bool is_waiting_to_write = false;  // what epoll has been told
     std::deque<uint64_t> refused;  // the last tickets, so that the chunks of one read count once
   };
 

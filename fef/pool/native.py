@@ -6,7 +6,7 @@ import os
 import threading
 
 from fef.config import UserError
-from fef.native import build
+from fef.native import build, ucx_files
 
 _lock = threading.Lock()  # functools.cache alone would let two threads load and register at the same time
 
@@ -36,22 +36,49 @@ def library() -> ctypes.CDLL:
         return _load()
 
 
+def ucx_library() -> ctypes.CDLL:
+    """Returns the library of one-sided reads through UCX, with UCX itself.
+
+    Raises:
+      NativeError: UCX or the library is missing, or cannot be loaded; the text says what to do.
+    """
+    with _lock:
+        return _load_ucx()
+
+
 @functools.cache
 def _load() -> ctypes.CDLL:
-    sanitize = _sanitize()
-    remedy = "run `python -m fef.native.build" + (f" --sanitize={sanitize}`" if sanitize else "`")
-    path = build.library_path(sanitize)
-    built = build.built_hash(sanitize)
-    if built is None:
-        raise NativeError(f"{path} is not built; {remedy}")
-    if built != build.source_hash(sanitize):
-        raise NativeError(f"{path} is stale: it was built from other sources, flags or versions; {remedy}")
-    try:
-        lib = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NativeError(f"{path} cannot be loaded ({error}); remove it and {remedy}") from error
+    lib = _load_part("")
     _register(lib)
     return lib
+
+
+@functools.cache
+def _load_ucx() -> ctypes.CDLL:
+    try:
+        ucx_files.load()
+        lib = _load_part(build.UCX)
+    except (ucx_files.UcxError, build.BuildError) as error:
+        raise NativeError(f"FEF_TRANSPORT=rma: {error}") from None
+    lib.fef_ucx_version.restype = ctypes.c_char_p
+    lib.fef_ucx_open.restype = ctypes.c_void_p
+    lib.fef_ucx_close.argtypes = [ctypes.c_void_p]
+    return lib
+
+
+def _load_part(part: str) -> ctypes.CDLL:
+    sanitize = _sanitize()
+    remedy = "run `python -m fef.native.build" + (f" --sanitize={sanitize}`" if sanitize else "`")
+    path = build.library_path(sanitize, part)
+    built = build.built_hash(sanitize, part)
+    if built is None:
+        raise NativeError(f"{path} is not built; {remedy}")
+    if built != build.source_hash(sanitize, part):
+        raise NativeError(f"{path} is stale: it was built from other sources, flags or versions; {remedy}")
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeError(f"{path} cannot be loaded ({error}); remove it and {remedy}") from error
 
 
 def _register(lib: ctypes.CDLL) -> None:

@@ -16,6 +16,7 @@ import jax
 from fef import hosts
 from fef.config import ConfigError, PoolConfig, UserError
 from fef.native import build
+from fef.pool import native
 
 TRANSPORTS = ("auto", "local", "mmap", "tcp")
 
@@ -27,6 +28,7 @@ def introduction(next_incarnation: int, transport: str) -> dict[str, Any]:
         "name": socket.gethostname(),
         "build": build.source_hash(),
         "transport": transport,
+        "ucx": ucx() if transport == "rma" else "",
         "kernel": pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "network": os.readlink("/proc/self/ns/net"),
         "job": os.environ.get("FEF_JOB", ""),
@@ -35,15 +37,21 @@ def introduction(next_incarnation: int, transport: str) -> dict[str, Any]:
     }
 
 
+def ucx() -> str:
+    """Version and transports of this host's UCX: those of other versions do not understand each other's messages."""
+    return f"{native.ucx_library().fef_ucx_version().decode()}, UCX_TLS={os.environ.get('UCX_TLS', 'all')}"
+
+
 def check(records: list[dict[str, Any]]) -> None:
     """Refuses hosts that cannot work together.
 
     Raises:
-      UserError: another build, transport or job; names both hosts and both values.
+      UserError: another build, transport, UCX or job; names both hosts and both values.
     """
     remedies = {
         "build": "install the same fef, jaxlib and compiler flags on all hosts",
         "transport": "give all hosts the same FEF_TRANSPORT and config.pool.transport",
+        "ucx": "give all hosts the same UCX (FEF_UCX_DIR) and UCX_TLS",
         "job": "two jobs have met; give each its own coordinator address",
     }
     for key, remedy in remedies.items():
