@@ -60,7 +60,9 @@ void Fabric::Broadcast(const Message& message) {
   }
 }
 
-void Fabric::Read(int host, ReadRequest request) { client_.Read(host, std::move(request)); }
+uint64_t Fabric::Read(int host, ReadRequest request) { return client_.Read(host, std::move(request)); }
+
+void Fabric::Hurry(int host, uint64_t ticket, int urgency) { client_.Hurry(host, ticket, urgency); }
 
 void Fabric::Leave(int host, const std::string& why, bool is_orderly) {
   {
