@@ -87,6 +87,20 @@ class FfnTask : public Task {
     free_at_ = call_.queue->Add(free_at_, length);
   }
 
+  // Of the stand-in for an expert's matmuls.
+  std::vector<float> Means(int expert) const {
+    const int64_t d = call_.d_model, f = call_.d_expert;
+    std::vector<float> w(d);
+    for (int64_t k = 0; k < d; ++k) {
+      for (int64_t j = 0; j < f; ++j) w[k] += gate_[expert][k * f + j] + up_[expert][k * f + j];
+    }
+    for (int64_t j = 0; j < f; ++j) {
+      for (int64_t k = 0; k < d; ++k) w[k] += down_[expert][j * d + k];
+    }
+    for (float& mean : w) mean /= float(f);
+    return w;
+  }
+
   void ZeroTail(int64_t width, float* out) const {
     std::fill(out + used_rows_ * width, out + call_.num_rows * width, 0.0f);
   }
@@ -167,12 +181,12 @@ class Forward : public FfnTask {
   }
 
   void StandIn(Executor& executor, const std::vector<RowSegment>& segments) {
-    const int64_t d = call_.d_model, f = call_.d_expert;
+    const int64_t d = call_.d_model;
     ParallelFor(executor, int64_t(segments.size()), [&](int64_t i) {
       const RowSegment& segment = segments[i];
-      const float* w = gate_[segment.expert];
+      const std::vector<float> w = Means(segment.expert);
       for (int64_t row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) {
-        for (int64_t k = 0; k < d; ++k) y_[row * d + k] = x_[row * d + k] * w[k * f];
+        for (int64_t k = 0; k < d; ++k) y_[row * d + k] = x_[row * d + k] * w[k];
       }
     });
   }
@@ -259,17 +273,20 @@ class Backward : public FfnTask {
     const int64_t d = call_.d_model, f = call_.d_expert;
     ParallelFor(executor, int64_t(segments.size()), [&](int64_t i) {
       const RowSegment& segment = segments[i];
-      const float* w = gate_[segment.expert];
+      const std::vector<float> w = Means(segment.expert);
       std::vector<float> dw(d);
       for (int64_t row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) {
         for (int64_t k = 0; k < d; ++k) {
-          dx_[row * d + k] = dy_[row * d + k] * w[k * f];
+          dx_[row * d + k] = dy_[row * d + k] * w[k];
           dw[k] += dy_[row * d + k] * x_[row * d + k];
         }
       }
-      float* gradient = d_gate_[segment.expert];
-      std::fill(gradient, gradient + table_.block_elems, 0.0f);
-      for (int64_t k = 0; k < d; ++k) gradient[k * f] = dw[k];
+      for (int64_t k = 0; k < d; ++k) dw[k] /= float(f);
+      for (int64_t k = 0; k < d; ++k) {
+        std::fill_n(d_gate_[segment.expert] + k * f, f, dw[k]);
+        std::fill_n(d_up_[segment.expert] + k * f, f, dw[k]);
+      }
+      for (int64_t j = 0; j < f; ++j) std::copy(dw.begin(), dw.end(), d_down_[segment.expert] + j * d);
     });
   }
 

@@ -6,7 +6,8 @@
 // Each expert is computed as soon as its block can be read, and its gradient sent as soon as it is computed. Forward
 // this host's experts come first and backward last: meanwhile the others' blocks come, and their gradients go.
 //
-// A device that is modelled without values computes y = x w and its gradient, with w the first column of W_gate.
+// A device that is modelled without values computes y = x w and its gradient, with w (D,) the sum of the means of W_gate,
+// W_up and W_down over F.
 #ifndef FEF_POOLED_FFN_H_
 #define FEF_POOLED_FFN_H_
 

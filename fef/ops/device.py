@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fef.experts import Experts
 from fef.ops.grouped_matmul import Segments
 from fef.ops.publish import TOKEN
 from fef.pool import native
@@ -29,8 +30,8 @@ class Device:
     Attributes:
       flops: rate of a large GEMM, FLOP/s; 0 models nothing.
       half_rows: rows at which a GEMM has half of that rate; each GEMM costs as if it had so many rows more.
-      has_values: whether the matmuls are computed; else y = x * w_gate[:, 0], which takes no time and still shows
-        whether each row has met its expert.
+      has_values: whether the matmuls are computed; else y = x * w, w_D the sum of the expert's three matrices' means
+        over F, which takes hardly any time and still shows whether each row has met its expert.
     """
 
     flops: float = 0.0
@@ -110,10 +111,10 @@ start.defvjp(_start_fwd, _start_bwd)
 finish.defvjp(_finish_fwd, _finish_bwd)
 
 
-def stand_in(rows_ND: jax.Array, w_gate_PDF: jax.Array, segments: Segments) -> jax.Array:
-    """y_ND = x_ND * w_gate[:, 0] of each row's expert; rows in no segment are zero. `segments` ascend."""
+def stand_in(rows_ND: jax.Array, experts: Experts, segments: Segments) -> jax.Array:
+    """y_ND = x_ND * w_D of each row's expert, see `Device`; rows in no segment are zero. `segments` ascend."""
+    w_PD = experts.w_gate_PDF.mean(2) + experts.w_up_PDF.mean(2) + experts.w_down_PFD.mean(1)
     row_N = jnp.arange(rows_ND.shape[0], dtype=jnp.int32)
     segment_N = jnp.searchsorted(segments.first_G, row_N, side="right", method="compare_all") - 1
     is_used_N = row_N - segments.first_G[segment_N] < segments.rows_G[segment_N]
-    scale_ND = w_gate_PDF[:, :, 0][segments.expert_G[segment_N]]
-    return jnp.where(is_used_N[:, None], rows_ND * scale_ND, 0)
+    return jnp.where(is_used_N[:, None], rows_ND * w_PD[segments.expert_G[segment_N]], 0)

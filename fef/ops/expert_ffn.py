@@ -43,7 +43,7 @@ def _values(
     rows_ND: jax.Array, experts: Experts, segments: Segments, implementation: str, has_values: bool
 ) -> jax.Array:
     if not has_values:
-        return devices.stand_in(rows_ND, experts.w_gate_PDF, segments)
+        return devices.stand_in(rows_ND, experts, segments)
 
     def matmul(x_ND: jax.Array, w_PDF: jax.Array) -> jax.Array:
         return grouped_matmul(x_ND, w_PDF, segments, implementation=implementation)

@@ -399,6 +399,7 @@ void TestCloseEndsWaits() {
   const std::weak_ptr<fef::Pool> watch = pool;
   pool.reset();
   while (!watch.expired()) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the waits' threads end
+  for (int i = 0; i < 5000 && NumSegments() > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   Check(NumSegments() == 0, "no segment is left");
 }
 

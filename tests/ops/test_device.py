@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dispatch_harness import Case, Inputs, Result, Variant, assert_close, expected, make_inputs, run, variants_on_cpu
+from dispatch_harness import Case, F, Inputs, Result, Variant, assert_close, expected, make_inputs, run, variants_on_cpu
 
 from fef.config import Config, ConfigError, validate
 from fef.dispatch import DISPATCHERS
@@ -55,11 +55,12 @@ def test_the_stand_in_is_the_same_everywhere(variant, stored):
 
 
 def stood_in(inputs: Inputs) -> Result:
-    """y = x * w_gate[:, 0] and its gradients, row by row."""
+    """y = x * w, w the sum of the matrices' means over F, and its gradients, row by row."""
     x_TD, target_TD = inputs.x_TD.astype(np.float64), inputs.target_TD.astype(np.float64)
-    w_PD = inputs.experts.w_gate_PDF[:, :, 0].astype(np.float64)
+    gate, up, down = (w.astype(np.float64) for w in jax.tree.leaves(inputs.experts))
+    w_PD = gate.mean(2) + up.mean(2) + down.mean(1)
     y_TD, dx_TD, dweight_N = np.zeros_like(x_TD), np.zeros_like(x_TD), np.zeros(inputs.weight_N.shape)
-    d_gate = np.zeros(inputs.experts.w_gate_PDF.shape)
+    dw_PD = np.zeros(w_PD.shape)
     token_N, expert_N, valid_N = inputs.ints
     for n in np.flatnonzero(valid_N):
         t = n // (len(token_N) // CASE.members) * CASE.tokens + token_N[n]
@@ -67,9 +68,9 @@ def stood_in(inputs: Inputs) -> Result:
         y_TD[t] += weight * x_TD[t] * w_PD[p]
         dx_TD[t] += weight * target_TD[t] * w_PD[p]
         dweight_N[n] = (x_TD[t] * w_PD[p]) @ target_TD[t]
-        d_gate[p, :, 0] += weight * target_TD[t] * x_TD[t]
-    zeros = (np.zeros(w.shape) for w in (inputs.experts.w_up_PDF, inputs.experts.w_down_PFD))
-    return Result(np.sum(y_TD * target_TD), y_TD, dx_TD, dweight_N, Experts(d_gate, *zeros))
+        dw_PD[p] += weight * target_TD[t] * x_TD[t]
+    d_gate, d_down = np.broadcast_to(dw_PD[:, :, None], gate.shape) / F, np.broadcast_to(dw_PD[:, None], down.shape) / F
+    return Result(np.sum(y_TD * target_TD), y_TD, dx_TD, dweight_N, Experts(d_gate, d_gate, d_down))
 
 
 def test_it_takes_its_time():
