@@ -57,6 +57,8 @@ Status Domain::Open() {
   slots_taken_.resize(shape_.members);
   segments_.resize(shape_.members);
   stage_segments_.resize(num_hosts_);
+  pieces_.resize(shape_.members);
+  stage_pieces_.resize(num_hosts_);
   if (local_ranks_.empty()) return Status::Ok();
   const size_t blocks = size_t(shape_.slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
   const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
@@ -88,17 +90,18 @@ size_t Domain::headers_bytes() const { return RoundUp(sizeof(SlotHeader) * shape
 Status Domain::TakeSlots(int rank, int num_slots) {
   const size_t blocks = size_t(num_slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
   if (Status status = segments_[rank]->Take(headers_bytes() + blocks); !status.ok()) return status;
-  slots_taken_[rank] = std::max(slots_taken_[rank], num_slots);
-  return Status::Ok();
+  const int taken = slots_taken_[rank];
+  if (num_slots <= taken) return Status::Ok();
+  slots_taken_[rank] = num_slots;
+  return Offer(rank, *segments_[rank], taken == 0 ? 0 : BlockOffset(taken, 0, 0), headers_bytes() + blocks);
 }
 
 Domain::SlotHeader* Domain::header(int rank, int slot, int layer) const {
-  return reinterpret_cast<SlotHeader*>(segments_[rank]->data()) + slot * shape_.layers + layer;
+  return reinterpret_cast<SlotHeader*>(segments_[rank]->data() + HeaderOffset(slot, layer));
 }
 
 char* Domain::block(int rank, int slot, int layer, int local) const {
-  const size_t index = (size_t(slot) * shape_.layers + layer) * shape_.blocks_per_member + local;
-  return segments_[rank]->data() + headers_bytes() + index * shape_.block_bytes();
+  return segments_[rank]->data() + BlockOffset(slot, layer, local);
 }
 
 std::string Domain::Where(const Version& version) const {
@@ -256,6 +259,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
       return status;
     }
   }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // one-sided readers take no lease: they see this before any byte
   const int per_layer = shape_.blocks_per_member;
   ParallelFor(executor, int64_t(shape_.layers) * per_layer, [&](int64_t task) {
     const int layer = int(task) / per_layer, local = int(task) % per_layer;
@@ -264,7 +268,9 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
   std::lock_guard<std::mutex> lock(mutex_);
   SetSlots(rank, slots, version.key());
   CreateVersion(version).published |= 1ull << rank;
-  Announce(Kind::kPublished, version, rank);
+  std::string payload;
+  if (is_one_sided()) payload.assign(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(slots[0]));
+  Announce(Kind::kPublished, version, rank, payload);
   changed_.notify_all();
   return Status::Ok();
 }
