@@ -259,7 +259,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
       return status;
     }
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // one-sided readers take no lease: they see this before any byte
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before any byte, for readers without a lease
   const int per_layer = shape_.blocks_per_member;
   ParallelFor(executor, int64_t(shape_.layers) * per_layer, [&](int64_t task) {
     const int layer = int(task) / per_layer, local = int(task) % per_layer;

@@ -3,7 +3,7 @@
 // The group's members may live on several hosts (processes). Each host keeps a Domain: the slots of its own members, and
 // what the others have told of theirs. Blocks of a mapped host are read in its memory; blocks of any other are fetched
 // once for all members of this host and kept, as far as pool.cache_bytes goes, while their version is in use. A fetch is
-// a request that the home checks, or, where the fabric has OneSided, a read of its memory that the home knows nothing of.
+// a request that the home checks, or, where the fabric has OneSided, a read of its memory of which it knows nothing.
 //
 // Life of a version: every member publishes its blocks into free slots under it; members read them, each read under a
 // lease; gradients of one (layer, microbatch) are staged, and go to their homes one by one as they are made; these sum
@@ -243,8 +243,13 @@ class Domain {
   uint64_t all_ranks() const { return ~0ull >> (kMaxMembers - shape_.members); }
   int host_of_expert(int expert) const { return host_of_rank_[shape_.home[expert]]; }
   bool is_here(int rank) const { return host_of_rank_[rank] == me_; }
+  bool is_member(int rank, int host) const {
+    return rank >= 0 && rank < shape_.members && host_of_rank_[rank] == host;
+  }
   bool is_direct(int rank) const { return is_here(rank) || neighbourhood_.fabric->is_mapped(host_of_rank_[rank]); }
-  bool is_one_sided() const { return neighbourhood_.fabric != nullptr && neighbourhood_.fabric->one_sided() != nullptr; }
+  bool is_one_sided() const {
+    return neighbourhood_.fabric != nullptr && neighbourhood_.fabric->one_sided() != nullptr;
+  }
   int num_members_of(int host) const { return int(std::count(host_of_rank_.begin(), host_of_rank_.end(), host)); }
   uint64_t stage_elems(int host) const {
     return uint64_t(shape_.members) * num_members_of(host) * shape_.blocks_per_member * shape_.block_elems;

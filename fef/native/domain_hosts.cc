@@ -71,16 +71,16 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
   if (message.kind == Kind::kKey) return TakeKey(message, payload);
   std::lock_guard<std::mutex> lock(mutex_);
   const Version version{message.incarnation, message.counter, message.microbatch};
-  const bool is_member = message.rank >= 0 && message.rank < shape_.members && host_of_rank_[message.rank] == message.host;
+  const bool is_from_member = is_member(message.rank, message.host);
   if (message.kind == Kind::kSegment) {
     auto segment = std::make_unique<MemorySegment>();
     const Status status = segment->Map("fef-" + shape_.name + " of " + Place(message.host), fd.Release());
     if (!status.ok()) failure_ = status;
     if (status.ok() && message.rank < 0) stage_segments_[message.host] = std::move(segment);
-    if (status.ok() && is_member) segments_[message.rank] = std::move(segment);
+    if (status.ok() && is_from_member) segments_[message.rank] = std::move(segment);
   } else if (version.key() <= last_forgotten_) {
     return;
-  } else if (message.kind == Kind::kPublished && is_member) {
+  } else if (message.kind == Kind::kPublished && is_from_member) {
     VersionState& state = CreateVersion(version);
     state.published |= 1ull << message.rank;
     if (payload.size() == shape_.layers * sizeof(int32_t)) {
@@ -89,7 +89,7 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
       std::memcpy(slots.data(), payload.data(), payload.size());
     }
     FetchAhead(state, version);
-  } else if (message.kind == Kind::kClosed && is_member) {
+  } else if (message.kind == Kind::kClosed && is_from_member) {
     VersionState& state = CreateVersion(version);
     state.closed |= 1ull << message.rank;
     state.released |= 1ull << message.rank;

@@ -6,7 +6,7 @@
 
 namespace fef {
 
-// Lets the hosts that are not mapped read bytes [begin, end) of a segment of `rank`, or of this host's stages if it is -1.
+// Lets the hosts that are not mapped read bytes [begin, end) of a segment: of `rank`, or of the stages if it is -1.
 Status Domain::Offer(int rank, const MemorySegment& segment, size_t begin, size_t end) {
   if (!is_one_sided() || begin == end) return Status::Ok();
   SegmentKey key;
@@ -39,10 +39,9 @@ void Domain::TakeKey(const Message& message, const std::string& payload) {
   piece.begin = message.offset;
   piece.end = message.offset + key.num_bytes;
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool is_member = message.rank >= 0 && message.rank < shape_.members && host_of_rank_[message.rank] == message.host;
   if (!status.ok() && lost_[message.host].empty()) lost_[message.host] = status.message;  // it cannot be read any more
   if (status.ok() && message.rank < 0) stage_pieces_[message.host].push_back(piece);
-  if (status.ok() && is_member) pieces_[message.rank].push_back(piece);
+  if (status.ok() && is_member(message.rank, message.host)) pieces_[message.rank].push_back(piece);
   changed_.notify_all();
 }
 

@@ -33,8 +33,8 @@ class OneSided {
   // The number of the segment for Get, from 0, counts the host's.
   virtual Status Import(int host, const SegmentKey& key, int* segment) = 0;
   // Reads into `destination`, which is written until `done`, called once on the library's thread; after Close, within
-  // the call. What is out of range is refused before anything is sent. A read that has not ended after deadline_s takes its host with it, for good:
-  // there is no other way to be sure that nothing is written any more.
+  // the call. What is out of range is refused before anything is sent. A read that has not ended after deadline_s takes
+  // its host with it, for good: there is no other way to be sure that nothing is written any more.
   virtual void Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* destination, double deadline_s,
                    Done done) = 0;
   // Ends all reads. The others must have ended theirs of this host.

@@ -1,4 +1,4 @@
-// Blocks of other hosts that are read one-sided: in which order, how many at a time, and whether what came is the block.
+// Blocks of other hosts that are read one-sided: in which order, how many at once, and whether what came is the block.
 #ifndef FEF_ONE_SIDED_READS_H_
 #define FEF_ONE_SIDED_READS_H_
 
@@ -15,7 +15,7 @@
 
 namespace fef {
 
-// From each host the most urgent block first, and the next one only when less than the window is on its way. Thread-safe.
+// From each host the most urgent block first, and the next one when less than the window is on its way. Thread-safe.
 class OneSidedReads {
  public:
   // A read that takes longer than deadline_s takes its host with it, as OneSided has it.

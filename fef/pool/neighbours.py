@@ -4,9 +4,9 @@ A host is one JAX process. Hosts that share a kernel and a network namespace map
 read over TCP (tcp). FEF_TRANSPORT, or config.pool.transport, forces one; FEF_FORCE_REMOTE=1 lets `auto` take every host
 for a remote one.
 
-`rma` reads every other host one-sided through UCX, also one whose memory could be mapped. `auto` never chooses it: that a
-host has an RDMA device does not say that it reaches the others, and over anything else UCX emulates the reads, by
-programs of the homes which look at no address before they read it.
+`rma` reads every other host one-sided through UCX, also one whose memory could be mapped. `auto` never chooses it: that
+a host has an RDMA device does not say that it reaches the others by it, and over anything else UCX emulates the reads,
+in the homes' processes and with no look at the addresses.
 """
 
 import os

@@ -40,7 +40,7 @@ Status Rma::Start() {
   attributes.field_mask = UCP_ATTR_FIELD_THREAD_MODE;
   if (ucp_context_query(context_, &attributes) != UCS_OK || attributes.thread_mode == UCS_THREAD_MODE_SINGLE) {
     return Status::Error(Code::kInvalidArgument,
-                         "rma: this UCX is for one thread alone; set FEF_UCX_DIR to one that was built with --enable-mt");
+                         "rma: this UCX is for one thread alone; set FEF_UCX_DIR to one built with --enable-mt");
   }
   ucp_worker_params_t worker_params{};
   worker_params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
