@@ -2,8 +2,8 @@
 //
 // The group's members may live on several hosts (processes). Each host keeps a Domain: the slots of its own members, and
 // what the others have told of theirs. Blocks of a mapped host are read in its memory; blocks of any other are fetched
-// once for all members of this host and kept, as far as pool.cache_bytes goes, while their version is in use. A fetch is
-// a request that the home checks, or, where the fabric has OneSided, a read of its memory of which it knows nothing.
+// once for all members of this host and kept, as far as pool.cache_bytes goes, while their version is in use. A fetch
+// is a request that the home checks, or, where the fabric has OneSided, a read of its memory of which it knows nothing.
 //
 // Life of a version: every member publishes its blocks into free slots under it; members read them, each read under a
 // lease; gradients of one (layer, microbatch) are staged, and go to their homes one by one as they are made; these sum
