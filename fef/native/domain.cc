@@ -253,13 +253,13 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
     if (Status status = ChooseSlots(version, rank, run, &slots); !status.ok()) return status;
     const int highest = *std::max_element(slots.begin(), slots.end());
     if (Status status = TakeSlots(rank, highest + 1); !status.ok()) return status;
+    // The loads of AwaitReaders keep all that is written to the slots behind this, for one-sided readers have no lease.
     SetSlots(rank, slots, kBeingWritten);
     if (Status status = AwaitReaders(version, rank, slots, lock); !status.ok()) {
       SetSlots(rank, slots, 0);
       return status;
     }
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // before any byte, for readers without a lease
   const int per_layer = shape_.blocks_per_member;
   ParallelFor(executor, int64_t(shape_.layers) * per_layer, [&](int64_t task) {
     const int layer = int(task) / per_layer, local = int(task) % per_layer;
