@@ -92,8 +92,10 @@ Status Domain::TakeSlots(int rank, int num_slots) {
   if (Status status = segments_[rank]->Take(headers_bytes() + blocks); !status.ok()) return status;
   const int taken = slots_taken_[rank];
   if (num_slots <= taken) return Status::Ok();
+  const size_t begin = taken == 0 ? 0 : BlockOffset(taken, 0, 0);
+  if (Status status = Offer(rank, *segments_[rank], begin, headers_bytes() + blocks); !status.ok()) return status;
   slots_taken_[rank] = num_slots;
-  return Offer(rank, *segments_[rank], taken == 0 ? 0 : BlockOffset(taken, 0, 0), headers_bytes() + blocks);
+  return Status::Ok();
 }
 
 Domain::SlotHeader* Domain::header(int rank, int slot, int layer) const {
