@@ -102,48 +102,50 @@ void Client::Send(int host, const Message& message, const std::string& payload, 
   Wake();
 }
 
-void Client::Read(int host, ReadRequest request) {
-  bool is_lost;
+uint64_t Client::Read(int host, ReadRequest request) {
+  uint64_t ticket = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Peer& peer = peers_.at(host);
-    is_lost = peer.is_lost || is_stopping_;
-    if (!is_lost) {
-      const uint64_t ticket = ++last_ticket_;
+    if (!peer.is_lost && !is_stopping_) {
+      ticket = ++last_ticket_;
       request.what.kind = Kind::kRead;
       request.what.host = membership_.me;
       request.what.ticket = ticket;
       request.what.offset = 0;
       const uint64_t num_bytes = request.num_bytes;
+      peer.queue.emplace(request.urgency, ticket);
       peer.reads.emplace(ticket, Peer::Read{std::move(request), num_bytes});
-      peer.queue.push_back(ticket);
       Pump();  // here and now: to wake the client's thread for it would take as long as the answer does
     } else {
       finished_.emplace_back(std::move(request.done), Status::Error(Code::kPeerLost, "host ", host, " is gone"));
     }
-    if (finished_.empty()) return;
+    if (finished_.empty()) return ticket;
   }
   Wake();
+  return ticket;
+}
+
+void Client::Hurry(int host, uint64_t ticket, int urgency) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = peers_.at(host);
+  const auto found = peer.reads.find(ticket);
+  if (found == peer.reads.end()) return;
+  int& current = found->second.request.urgency;
+  if (peer.queue.erase({current, ticket}) > 0) peer.queue.emplace(urgency, ticket);
+  current = urgency;
 }
 
 // Asks for the next chunks of the most urgent reads, whichever host has them, as far as the windows go.
 void Client::Ask() {
   for (uint64_t in_flight = InFlight(); in_flight < window_.total_bytes;) {
     Peer* chosen = nullptr;
-    std::list<uint64_t>::iterator chosen_ticket;
-    std::pair<int, uint64_t> first;  // urgency, ticket
     for (auto& [host, peer] : peers_) {
-      if (peer.is_lost || peer.in_flight >= window_.host_bytes) continue;
-      for (auto ticket = peer.queue.begin(); ticket != peer.queue.end(); ++ticket) {
-        const int urgency = peer.reads.at(*ticket).request.urgency->load(std::memory_order_relaxed);
-        if (chosen != nullptr && first <= std::pair(urgency, *ticket)) continue;
-        first = {urgency, *ticket};
-        chosen = &peer;
-        chosen_ticket = ticket;
-      }
+      if (peer.is_lost || peer.in_flight >= window_.host_bytes || peer.queue.empty()) continue;
+      if (chosen == nullptr || *peer.queue.begin() < *chosen->queue.begin()) chosen = &peer;
     }
     if (chosen == nullptr) return;
-    ReadRequest& request = chosen->reads.at(*chosen_ticket).request;
+    ReadRequest& request = chosen->reads.at(chosen->queue.begin()->second).request;
     Message& what = request.what;
     what.length = uint32_t(std::min<uint64_t>(kChunkBytes, request.num_bytes - what.offset));
     chosen->out.Add(ToBytes(what));
@@ -151,7 +153,7 @@ void Client::Ask() {
     chosen->in_flight += what.length;
     in_flight += what.length;
     what.offset += what.length;
-    if (what.offset == request.num_bytes) chosen->queue.erase(chosen_ticket);
+    if (what.offset == request.num_bytes) chosen->queue.erase(chosen->queue.begin());
   }
 }
 
@@ -299,8 +301,8 @@ void Client::Finish(Peer& peer) {
     if (read.missing > 0) return;
   }
   finished_.emplace_back(std::move(read.request.done), status);
+  peer.queue.erase({read.request.urgency, answer.ticket});  // it is still there if the read has failed
   peer.reads.erase(found);
-  peer.queue.remove(answer.ticket);  // it is still there if the read has failed
 }
 
 }  // namespace fef

@@ -2,16 +2,16 @@
 #ifndef FEF_CLIENT_H_
 #define FEF_CLIENT_H_
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "server.h"
@@ -36,7 +36,7 @@ struct ReadRequest {
   Spot spot;                // for one-sided reads
   char* destination = nullptr;
   uint64_t num_bytes = 0;
-  std::shared_ptr<std::atomic<int>> urgency;  // the smallest first; equals in their order; may change
+  int urgency = 0;  // the smallest first; equals in their order
   std::function<void(const Status&)> done;  // on the client's thread, once
 };
 
@@ -59,7 +59,10 @@ class Client {
 
   // Messages to one host arrive in their order. `fd` must stay open until then.
   void Send(int host, const Message& message, const std::string& payload = {}, int fd = -1);
-  void Read(int host, ReadRequest request);
+  // Returns a number for Hurry.
+  uint64_t Read(int host, ReadRequest request);
+  // Changes a read's urgency, as far as it is not asked for yet.
+  void Hurry(int host, uint64_t ticket, int urgency);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -72,7 +75,7 @@ class Client {
       uint64_t missing;  // bytes that are not here
     };
     std::map<uint64_t, Read> reads;  // by ticket, not wholly here
-    std::list<uint64_t> queue;       // of these, the tickets that are not wholly asked for, in their order
+    std::set<std::pair<int, uint64_t>> queue;  // of these, urgency and ticket of those not wholly asked for
     uint64_t in_flight = 0;
     Clock::time_point heard;  // when bytes came last, or the first were asked for
     std::string in;  // of an answer: the message, then a text

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 namespace fef {
 
@@ -346,8 +347,9 @@ std::optional<Status> Domain::Read(const Version& version, int rank, int layer, 
     } else if (block->state == HostCache::Block::kFailed) {
       return block->status;
     } else if (block->state == HostCache::Block::kAsked) {
-      block->is_awaited = true;
-      block->urgency->store(Urgency(version, layer, expert, true), std::memory_order_relaxed);
+      if (!std::exchange(block->is_awaited, true)) {
+        neighbourhood_.fabric->Hurry(host, block->ticket, Urgency(version, layer, expert, true));
+      }
       ++num_awaited;
       continue;
     } else {

@@ -252,7 +252,7 @@ void Domain::TakeGradient(Stage& stage, const Message& message) {
   request.destination = reinterpret_cast<char*>(stage.fetched.back().get());
   request.num_bytes = uint64_t(shape_.block_elems) * sizeof(float);
   const int turn = (host - me_ + num_hosts_) % num_hosts_;
-  request.urgency = std::make_shared<std::atomic<int>>((2 * layer + 1) * shape_.members + turn);
+  request.urgency = (2 * layer + 1) * shape_.members + turn;
   request.done = [this, &stage](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!status.ok() && failure_.ok()) {

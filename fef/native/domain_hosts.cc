@@ -169,7 +169,7 @@ int Domain::Urgency(const Version& version, int layer, int expert, bool is_await
 }
 
 void Domain::Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited) {
-  HostCache::Block& block = cache_.Add({version.key(), layer, expert}, Urgency(version, layer, expert, is_awaited));
+  HostCache::Block& block = cache_.Add({version.key(), layer, expert});
   block.is_awaited = is_awaited;
   char& was_fetched = state.was_fetched[size_t(layer) * shape_.experts + expert];
   Count(state, local_ranks_[0], layer, was_fetched ? kRefetch : kWeights, expert);
@@ -182,7 +182,7 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   if (is_one_sided()) request.spot = SpotOfBlock(state, version, layer, expert);
   request.destination = block.bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
-  request.urgency = block.urgency;
+  request.urgency = Urgency(version, layer, expert, is_awaited);
   request.done = [this, &block, version, layer, expert, is_awaited](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!status.ok() && status.code != Code::kPeerLost && !is_awaited) {  // who has come to want it asks again
@@ -203,7 +203,7 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
     block.state = status.ok() ? HostCache::Block::kReady : HostCache::Block::kFailed;
     changed_.notify_all();
   };
-  neighbourhood_.fabric->Read(host_of_expert(expert), std::move(request));
+  block.ticket = neighbourhood_.fabric->Read(host_of_expert(expert), std::move(request));
 }
 
 // Asks for what this host's members used last time, in the order in which they will come to it, as far as there is room.

@@ -83,9 +83,14 @@ void Fabric::Broadcast(const Message& message) {
   }
 }
 
-void Fabric::Read(int host, ReadRequest request) {
-  if (one_sided_reads_ != nullptr) one_sided_reads_->Add(host, std::move(request));
-  else client_.Read(host, std::move(request));
+uint64_t Fabric::Read(int host, ReadRequest request) {
+  if (one_sided_reads_ != nullptr) return one_sided_reads_->Add(host, std::move(request));
+  return client_.Read(host, std::move(request));
+}
+
+void Fabric::Hurry(int host, uint64_t ticket, int urgency) {
+  if (one_sided_reads_ != nullptr) one_sided_reads_->Hurry(host, ticket, urgency);
+  else client_.Hurry(host, ticket, urgency);
 }
 
 void Fabric::Leave(int host, const std::string& why, bool is_orderly) {

@@ -46,7 +46,8 @@ class Fabric {
 
   void Send(int host, const Message& message, const std::string& payload = {}, int fd = -1);
   void Broadcast(const Message& message);
-  void Read(int host, ReadRequest request);
+  uint64_t Read(int host, ReadRequest request);
+  void Hurry(int host, uint64_t ticket, int urgency);
 
  private:
   void Meet(int host, const std::string& address);

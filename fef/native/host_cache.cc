@@ -9,7 +9,7 @@ HostCache::Block* HostCache::Find(const Key& key) const {
   return found == blocks_.end() ? nullptr : found->second.get();
 }
 
-HostCache::Block& HostCache::Add(const Key& key, int urgency) {
+HostCache::Block& HostCache::Add(const Key& key) {
   auto& block = blocks_[key];
   block = std::make_unique<Block>();
   if (spare_.empty()) {
@@ -18,7 +18,6 @@ HostCache::Block& HostCache::Add(const Key& key, int urgency) {
     block->bytes = std::move(spare_.back());
     spare_.pop_back();
   }
-  block->urgency = std::make_shared<std::atomic<int>>(urgency);
   return *block;
 }
 

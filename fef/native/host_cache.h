@@ -23,9 +23,9 @@ class HostCache {
     Status status;
     std::unique_ptr<char[]> bytes;
     std::atomic<uint32_t> leases{0};
-    std::shared_ptr<std::atomic<int>> urgency;  // of its fetch
-    bool is_awaited = false;                    // a member waits for it that has not read it yet
-    uint64_t last_read = 0;                     // larger when read later
+    uint64_t ticket = 0;      // of its fetch
+    bool is_awaited = false;  // a member waits for it that has not read it yet
+    uint64_t last_read = 0;   // larger when read later
   };
   // How long it is until a block is needed, in layers; the largest is given up first.
   using Distance = std::function<int(const Key& key)>;
@@ -34,7 +34,7 @@ class HostCache {
 
   Block* Find(const Key& key) const;
   // A new block, asked for.
-  Block& Add(const Key& key, int urgency);
+  Block& Add(const Key& key);
   // Whether there is room for one more block, if need be in place of one that is at least `min_distance` away.
   bool MakeRoom(const Distance& distance_of, int min_distance);
   void NoteRead(Block& block);

@@ -1,16 +1,30 @@
 #include "one_sided_reads.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace fef {
 
-void OneSidedReads::Add(int host, ReadRequest request) {
+uint64_t OneSidedReads::Add(int host, ReadRequest request) {
+  uint64_t ticket;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    peers_[host].waiting.push_back(std::make_shared<ReadRequest>(std::move(request)));
+    Peer& peer = peers_[host];
+    ticket = ++last_ticket_;
+    peer.queue.emplace(request.urgency, ticket);
+    peer.waiting.emplace(ticket, std::make_shared<ReadRequest>(std::move(request)));
   }
   Pump(host);
+  return ticket;
+}
+
+void OneSidedReads::Hurry(int host, uint64_t ticket, int urgency) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Peer& peer = peers_[host];
+  const auto found = peer.waiting.find(ticket);
+  if (found == peer.waiting.end()) return;
+  peer.queue.erase({found->second->urgency, ticket});
+  found->second->urgency = urgency;
+  peer.queue.emplace(urgency, ticket);
 }
 
 void OneSidedReads::Pump(int host) {
@@ -19,11 +33,10 @@ void OneSidedReads::Pump(int host) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       Peer& peer = peers_[host];
-      if (peer.waiting.empty() || peer.in_flight >= window_bytes_) return;
-      const auto first = std::min_element(peer.waiting.begin(), peer.waiting.end(), [](const Read& a, const Read& b) {
-        return a->urgency->load(std::memory_order_relaxed) < b->urgency->load(std::memory_order_relaxed);
-      });
-      read = std::move(*first);
+      if (peer.queue.empty() || peer.in_flight >= window_bytes_) return;
+      const auto first = peer.waiting.find(peer.queue.begin()->second);
+      peer.queue.erase(peer.queue.begin());
+      read = std::move(first->second);
       peer.waiting.erase(first);
       peer.in_flight += read->num_bytes;
     }

@@ -4,10 +4,11 @@
 
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <utility>
 
 #include "client.h"
 #include "one_sided.h"
@@ -22,13 +23,17 @@ class OneSidedReads {
   OneSidedReads(OneSided* network, uint64_t window_bytes, double deadline_s)
       : network_(network), window_bytes_(window_bytes), deadline_s_(deadline_s) {}
 
-  void Add(int host, ReadRequest request);
+  // A ticket, for Hurry.
+  uint64_t Add(int host, ReadRequest request);
+  // Changes a read's urgency, if it has not begun.
+  void Hurry(int host, uint64_t ticket, int urgency);
 
  private:
   using Read = std::shared_ptr<ReadRequest>;
   struct Peer {
-    std::list<Read> waiting;
-    uint64_t in_flight = 0;  // bytes
+    std::map<uint64_t, Read> waiting;          // by ticket
+    std::set<std::pair<int, uint64_t>> queue;  // their urgencies and tickets
+    uint64_t in_flight = 0;                    // bytes
   };
   void Pump(int host);
   void Begin(int host, const Read& read);
@@ -40,6 +45,7 @@ class OneSidedReads {
   const double deadline_s_;
   std::mutex mutex_;
   std::map<int, Peer> peers_;
+  uint64_t last_ticket_ = 0;
 };
 
 }  // namespace fef

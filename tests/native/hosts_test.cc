@@ -160,6 +160,7 @@ void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_el
   shape.cache_bytes = cache_bytes;
   job.AddTable(shape);
   Barrier barrier(members);
+  std::atomic<int> num_refetched{0};
   InParallel(members, [&](int rank) {
     Domain& domain = job.of(rank);
     std::mt19937 random(rank);
@@ -206,8 +207,16 @@ void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_el
                   },
                   executor),
               "Collect");
+      std::vector<int32_t> counts(size_t(layers) * fef::kNumPurposes * experts);
+      std::vector<float> waits_us(size_t(layers) * fef::kNumWaitKinds);
+      CheckOk(domain.ReadLedger(At(counter), rank, counts.data(), waits_us.data()), "ReadLedger");
+      for (int i = 0; i < layers * experts; ++i) {
+        num_refetched += counts[(i / experts * fef::kNumPurposes + fef::kRefetch) * experts + i % experts];
+      }
     }
   });
+  const bool has_refetched = num_refetched > 0;
+  if (!is_mapped) Check(has_refetched == (cache_bytes != INT64_MAX), "only what the cache cannot hold comes again");
 }
 
 // What a client may not do is refused and counted, and the server goes on serving.

@@ -37,7 +37,6 @@ struct Host {
     request.what.counter = round;
     request.destination = reinterpret_cast<char*>(theirs[host].data());
     request.num_bytes = block_bytes;
-    request.urgency = std::make_shared<std::atomic<int>>(0);
     request.done = [this](const fef::Status& status) {
       std::lock_guard<std::mutex> lock(mutex);
       if (!status.ok()) error = status.message;

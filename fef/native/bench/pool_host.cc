@@ -157,7 +157,6 @@ class Side {
     request.what.layer = request.what.expert = 0;
     request.destination = to;
     request.num_bytes = num_bytes;
-    request.urgency = std::make_shared<std::atomic<int>>(0);
     std::mutex mutex;
     std::condition_variable changed;
     std::optional<fef::Status> result;
