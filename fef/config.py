@@ -159,14 +159,14 @@ class PoolConfig(Section):
     transport: str = knob(
         "auto",
         "run",
-        "how blocks come from other hosts; local is one process; FEF_TRANSPORT overrides it",
-        choices=("auto", "local", "mmap", "tcp"),
+        "how blocks come from other hosts; local is one process, rma needs UCX; FEF_TRANSPORT overrides it",
+        choices=("auto", "local", "mmap", "tcp", "rma"),
     )
     memory: str = knob("memfd", "run", "what holds blocks: memfd is memory; file:FOLDER, nameless files there")
     slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
     window_bytes: int = knob(
-        98304, "run", "tcp: bytes asked of one host and not yet here; less than a switch queues", ge=16384
+        98304, "run", "tcp, rma: bytes asked of one host and not yet here; less than a switch queues", ge=16384
     )
     total_window_bytes: int = knob(
         131072, "run", "tcp: bytes asked of all hosts and not yet here; what is behind them may wait", ge=16384

@@ -20,3 +20,16 @@ jax.devices()  # starts the backend, which reads the flags
 os.environ["XLA_FLAGS"] = flags
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    """Skips what needs UCX where there is none."""
+    import pytest
+
+    from fef.native import build
+
+    if build.UCX in build.parts():
+        return
+    for item in items:
+        if item.get_closest_marker("ucx"):
+            item.add_marker(pytest.mark.skip(reason="needs UCX with its headers: pip install libucx-cu12"))

@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+# Where the tests marked `ucx` find UCX emulate RDMA, unless the user has chosen a network.
+UCX_EMULATED = {} if "UCX_TLS" in os.environ else {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 NETLAB_TOOLS = ("ip", "tc", "unshare")
 
 needs_lab = pytest.mark.skipif(

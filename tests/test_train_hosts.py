@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+from needs import UCX_EMULATED
 from small import ROOT, SMALL, fast_compilation, quick_environment, small_config  # noqa: F401
 
 import fef.train
@@ -57,7 +58,7 @@ def assert_same_run(folder, other):
 @pytest.fixture
 def launch(tmp_path_factory, tmp_path):
     """Starts a program on several hosts; what runs at the end of the test is killed."""
-    environment = quick_environment(tmp_path_factory) | {"PYTHONPATH": str(ROOT)}
+    environment = quick_environment(tmp_path_factory) | {"PYTHONPATH": str(ROOT)} | UCX_EMULATED
     started = []
 
     def launch(num_hosts, *words):
@@ -159,6 +160,18 @@ def test_the_pool_over_two_hosts_trains_as_one_process_does(start_runs, tmp_path
         moved, moved_mapped = row["bytes_by_purpose"], other["bytes_by_purpose"]
         assert 0 < moved["weights"] <= moved_mapped["weights"]
         assert moved["gradients"] == moved_mapped["gradients"] > 0
+
+
+@pytest.mark.ucx
+def test_the_pool_trains_one_sided_as_over_tcp(start_runs, tmp_path):
+    changes = RUN | {"train.steps": 10, "moe.dispatcher": "pooled", "model.num_layers": 2, "train.microbatches": 2}
+    finish(start_runs(2, **{name: changes | {"pool.transport": name} for name in ("tcp", "rma")}))
+    summary = json.loads((tmp_path / "rma" / "summary.json").read_text())
+    assert (summary["transport"], summary["refused"]) == ("rma", 0)
+    rows, others = rows_of(tmp_path / "tcp"), rows_of(tmp_path / "rma")
+    assert_equal_rows(rows, others)
+    for row, other in zip(rows, others, strict=True):
+        assert row["bytes_by_purpose"]["gradients"] == other["bytes_by_purpose"]["gradients"] > 0
 
 
 def test_the_pool_over_four_hosts_takes_50_steps_as_one_process_does(start_runs, tmp_path):

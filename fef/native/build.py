@@ -36,7 +36,7 @@ SANITIZERS = ("address", "thread")
 COMPILERS = ("g++", "clang++", "c++")
 COMMAND_TIMEOUT_S = 600
 UCX = "ucx"  # the part that is a library of its own
-_UCX_USES = ("memory_segment.cc", "socket.cc")  # of libfef.so's files
+_UCX_USES = ("socket.cc",)  # of libfef.so's files
 
 
 class BuildError(RuntimeError):

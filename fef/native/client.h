@@ -21,9 +21,19 @@
 
 namespace fef {
 
+// Where a block lies in another host's memory, and the word that says which version is there: OneSided's segments.
+struct Spot {
+  int segment = -1;
+  uint64_t offset = 0;
+  int version_segment = -1;
+  uint64_t version_offset = 0;
+  uint64_t version = 0;  // 0: there is no such word, the bytes stay until they were read
+};
+
 // A block of another host on its way into this one's memory.
 struct ReadRequest {
   Message what;             // kRead; offset and length are filled in chunk by chunk
+  Spot spot;                // for one-sided reads
   char* destination = nullptr;
   uint64_t num_bytes = 0;
   int urgency = 0;  // the smallest first; equals in their order

@@ -58,6 +58,8 @@ Status Domain::Open() {
   slots_taken_.resize(shape_.members);
   segments_.resize(shape_.members);
   stage_segments_.resize(num_hosts_);
+  pieces_.resize(shape_.members);
+  stage_pieces_.resize(num_hosts_);
   if (local_ranks_.empty()) return Status::Ok();
   const size_t blocks = size_t(shape_.slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
   const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
@@ -89,17 +91,20 @@ size_t Domain::headers_bytes() const { return RoundUp(sizeof(SlotHeader) * shape
 Status Domain::TakeSlots(int rank, int num_slots) {
   const size_t blocks = size_t(num_slots) * shape_.layers * shape_.blocks_per_member * shape_.block_bytes();
   if (Status status = segments_[rank]->Take(headers_bytes() + blocks); !status.ok()) return status;
-  slots_taken_[rank] = std::max(slots_taken_[rank], num_slots);
+  const int taken = slots_taken_[rank];
+  if (num_slots <= taken) return Status::Ok();
+  const size_t begin = taken == 0 ? 0 : BlockOffset(taken, 0, 0);
+  if (Status status = Offer(rank, *segments_[rank], begin, headers_bytes() + blocks); !status.ok()) return status;
+  slots_taken_[rank] = num_slots;
   return Status::Ok();
 }
 
 Domain::SlotHeader* Domain::header(int rank, int slot, int layer) const {
-  return reinterpret_cast<SlotHeader*>(segments_[rank]->data()) + slot * shape_.layers + layer;
+  return reinterpret_cast<SlotHeader*>(segments_[rank]->data() + HeaderOffset(slot, layer));
 }
 
 char* Domain::block(int rank, int slot, int layer, int local) const {
-  const size_t index = (size_t(slot) * shape_.layers + layer) * shape_.blocks_per_member + local;
-  return segments_[rank]->data() + headers_bytes() + index * shape_.block_bytes();
+  return segments_[rank]->data() + BlockOffset(slot, layer, local);
 }
 
 std::string Domain::Where(const Version& version) const {
@@ -251,6 +256,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
     if (Status status = ChooseSlots(version, rank, run, &slots); !status.ok()) return status;
     const int highest = *std::max_element(slots.begin(), slots.end());
     if (Status status = TakeSlots(rank, highest + 1); !status.ok()) return status;
+    // The loads of AwaitReaders keep all that is written to the slots behind this, for one-sided readers have no lease.
     SetSlots(rank, slots, kBeingWritten);
     if (Status status = AwaitReaders(version, rank, slots, lock); !status.ok()) {
       SetSlots(rank, slots, 0);
@@ -265,7 +271,9 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
   std::lock_guard<std::mutex> lock(mutex_);
   SetSlots(rank, slots, version.key());
   CreateVersion(version).published |= 1ull << rank;
-  Announce(Kind::kPublished, version, rank);
+  std::string payload;
+  if (is_one_sided()) payload.assign(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(slots[0]));
+  Announce(Kind::kPublished, version, rank, payload);
   changed_.notify_all();
   return Status::Ok();
 }

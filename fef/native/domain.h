@@ -2,7 +2,8 @@
 //
 // The group's members may live on several hosts (processes). Each host keeps a Domain: the slots of its own members, and
 // what the others have told of theirs. Blocks of a mapped host are read in its memory; blocks of any other are fetched
-// once for all members of this host and kept, as far as pool.cache_bytes goes, while their version is in use.
+// once for all members of this host and kept, as far as pool.cache_bytes goes, while their version is in use. A fetch
+// is a request that the home checks, or, where the fabric has OneSided, a read of its memory of which it knows nothing.
 //
 // Life of a version: every member publishes its blocks into free slots under it; members read them, each read under a
 // lease; gradients of one (layer, microbatch) are staged, and go to their homes one by one as they are made; these sum
@@ -197,8 +198,13 @@ class Domain {
     std::vector<double> waits_us;                      // [rank][layer][kind]
     std::map<std::pair<int, int>, int> uses;           // (layer, microbatch) -> stages opened here
     std::vector<char> was_fetched;                     // [layer][expert], from another host
+    std::map<int, std::vector<int32_t>> slots;         // by rank of a host that is read one-sided: its slots [layer]
     int at_layer = 0;                                  // where this host's members are
     bool is_backward = false;
+  };
+  struct Piece {  // of another host's segment: what was registered at once
+    uint64_t begin = 0, end = 0;  // in the segment
+    int segment = -1;             // OneSided's number
   };
   using StageKey = std::tuple<uint64_t, int, int>;  // version, layer, microbatch
   struct Stage {
@@ -224,6 +230,11 @@ class Domain {
 
   SlotHeader* header(int rank, int slot, int layer) const;
   char* block(int rank, int slot, int layer, int local) const;
+  size_t HeaderOffset(int slot, int layer) const { return sizeof(SlotHeader) * (size_t(slot) * shape_.layers + layer); }
+  size_t BlockOffset(int slot, int layer, int local) const {
+    const size_t index = (size_t(slot) * shape_.layers + layer) * shape_.blocks_per_member + local;
+    return headers_bytes() + index * shape_.block_bytes();
+  }
   int64_t SumIndex(int layer, int local) const { return int64_t{layer} * shape_.blocks_per_member + local; }
   // Of a block in a stage; `source` counts this host's members.
   size_t StagedIndex(int expert, int source, int num_sources) const {
@@ -232,7 +243,13 @@ class Domain {
   uint64_t all_ranks() const { return ~0ull >> (kMaxMembers - shape_.members); }
   int host_of_expert(int expert) const { return host_of_rank_[shape_.home[expert]]; }
   bool is_here(int rank) const { return host_of_rank_[rank] == me_; }
+  bool is_member(int rank, int host) const {
+    return rank >= 0 && rank < shape_.members && host_of_rank_[rank] == host;
+  }
   bool is_direct(int rank) const { return is_here(rank) || neighbourhood_.fabric->is_mapped(host_of_rank_[rank]); }
+  bool is_one_sided() const {
+    return neighbourhood_.fabric != nullptr && neighbourhood_.fabric->one_sided() != nullptr;
+  }
   int num_members_of(int host) const { return int(std::count(host_of_rank_.begin(), host_of_rank_.end(), host)); }
   uint64_t stage_elems(int host) const {
     return uint64_t(shape_.members) * num_members_of(host) * shape_.blocks_per_member * shape_.block_elems;
@@ -269,8 +286,13 @@ class Domain {
   Message About(Kind kind, const Stage& stage) const;
   std::string Gone(int host) const;
   int FirstLost() const;
-  void Announce(Kind kind, const Version& version, int rank);
+  void Announce(Kind kind, const Version& version, int rank, const std::string& payload = {});
   void SendSegment(int rank, const MemorySegment& segment);
+  Status Offer(int rank, const MemorySegment& segment, size_t begin, size_t end);
+  void TakeKey(const Message& message, const std::string& payload);
+  static std::pair<int, uint64_t> Find(const std::vector<Piece>& pieces, uint64_t offset, uint64_t num_bytes);
+  Spot SpotOfBlock(const VersionState& state, const Version& version, int layer, int expert) const;
+  Spot SpotOfGradient(int host, uint64_t index) const;
   std::string DescribeUnpublished(const Version& version) const;
   bool LeaseSlot(const Version& version, int layer, int expert, Lease* lease);
   int Distance(const HostCache::Key& key) const;
@@ -299,6 +321,7 @@ class Domain {
   bool is_open_ = false;
   std::vector<std::unique_ptr<MemorySegment>> segments_;  // one per member; null if it can neither be owned nor mapped
   std::vector<std::unique_ptr<MemorySegment>> stage_segments_;  // one per host, likewise
+  std::vector<std::vector<Piece>> pieces_, stage_pieces_;  // per member and per host, of those that are read one-sided
   std::vector<std::string> lost_;                         // why a host is gone, empty while it is there
   std::atomic<int64_t> num_refused_{0};
   Status failure_;                                        // what went wrong where nobody could be told

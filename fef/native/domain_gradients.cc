@@ -42,7 +42,9 @@ std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, in
     if (candidate.key && (candidate.run == run || candidate.closed == all_local_)) continue;
     if (candidate.blocks == nullptr) {
       const size_t index = size_t(&candidate - stages_.data());
-      Status status = stage_segments_[me_]->Take((index + 1) * stage_elems(me_) * sizeof(float));
+      const size_t stage_bytes = stage_elems(me_) * sizeof(float), begin = index * stage_bytes;
+      Status status = stage_segments_[me_]->Take(begin + stage_bytes);
+      if (status.ok()) status = Offer(-1, *stage_segments_[me_], begin, begin + stage_bytes);
       if (!status.ok()) return status;
       candidate.blocks = reinterpret_cast<float*>(stage_segments_[me_]->data()) + index * stage_elems(me_);
     }
@@ -228,10 +230,10 @@ void Domain::TakeGradient(Stage& stage, const Message& message) {
                              " speaks of expert ", expert, ", member ", source, ", stage ", message.stage);
     return;
   }
+  const size_t index =
+      message.stage * stage_elems(host) + StagedIndex(expert, source, num_sources) * shape_.block_elems;
   if (stage_segments_[host] != nullptr) {
-    const size_t index = StagedIndex(expert, source, num_sources) * shape_.block_elems;
-    stage.sums[host][expert] =
-        reinterpret_cast<const float*>(stage_segments_[host]->data()) + message.stage * stage_elems(host) + index;
+    stage.sums[host][expert] = reinterpret_cast<const float*>(stage_segments_[host]->data()) + index;
     --stage.num_missing;
     return;
   }
@@ -246,6 +248,7 @@ void Domain::TakeGradient(Stage& stage, const Message& message) {
   request.what.rank = source;
   request.what.expert = expert;
   request.what.stage = message.stage;
+  if (is_one_sided()) request.spot = SpotOfGradient(host, index);
   request.destination = reinterpret_cast<char*>(stage.fetched.back().get());
   request.num_bytes = uint64_t(shape_.block_elems) * sizeof(float);
   const int turn = (host - me_ + num_hosts_) % num_hosts_;

@@ -25,11 +25,11 @@ Message Domain::About(Kind kind, const Stage& stage) const {
   return message;
 }
 
-void Domain::Announce(Kind kind, const Version& version, int rank) {
+void Domain::Announce(Kind kind, const Version& version, int rank, const std::string& payload) {
   Message message = About(kind, version);
   message.rank = rank;
   for (int host : hosts_) {
-    if (host != me_) neighbourhood_.fabric->Send(host, message);
+    if (host != me_) neighbourhood_.fabric->Send(host, message, payload);
   }
 }
 
@@ -68,22 +68,28 @@ void Domain::OnLost(int host, const std::string& why) {
 }
 
 void Domain::OnMessage(const Message& message, const std::string& payload, Descriptor fd) {
+  if (message.kind == Kind::kKey) return TakeKey(message, payload);
   std::lock_guard<std::mutex> lock(mutex_);
   const Version version{message.incarnation, message.counter, message.microbatch};
-  const bool is_member = message.rank >= 0 && message.rank < shape_.members && host_of_rank_[message.rank] == message.host;
+  const bool is_from_member = is_member(message.rank, message.host);
   if (message.kind == Kind::kSegment) {
     auto segment = std::make_unique<MemorySegment>();
     const Status status = segment->Map("fef-" + shape_.name + " of " + Place(message.host), fd.Release());
     if (!status.ok()) failure_ = status;
     if (status.ok() && message.rank < 0) stage_segments_[message.host] = std::move(segment);
-    if (status.ok() && is_member) segments_[message.rank] = std::move(segment);
+    if (status.ok() && is_from_member) segments_[message.rank] = std::move(segment);
   } else if (version.key() <= last_forgotten_) {
     return;
-  } else if (message.kind == Kind::kPublished && is_member) {
+  } else if (message.kind == Kind::kPublished && is_from_member) {
     VersionState& state = CreateVersion(version);
     state.published |= 1ull << message.rank;
+    if (payload.size() == shape_.layers * sizeof(int32_t)) {
+      std::vector<int32_t>& slots = state.slots[message.rank];
+      slots.resize(shape_.layers);
+      std::memcpy(slots.data(), payload.data(), payload.size());
+    }
     FetchAhead(state, version);
-  } else if (message.kind == Kind::kClosed && is_member) {
+  } else if (message.kind == Kind::kClosed && is_from_member) {
     VersionState& state = CreateVersion(version);
     state.closed |= 1ull << message.rank;
     state.released |= 1ull << message.rank;
@@ -173,6 +179,7 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   request.what.layer = layer;
   request.what.expert = expert;
   request.what.is_hint = !is_awaited;
+  if (is_one_sided()) request.spot = SpotOfBlock(state, version, layer, expert);
   request.destination = block.bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
   request.urgency = Urgency(version, layer, expert, is_awaited);
@@ -184,6 +191,10 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
       return;
     }
     block.status = status;
+    if (is_one_sided() && !status.ok()) {  // the network does not know what it reads
+      block.status = Refused(Status::Error(status.code, "get: ", Where(version), ", layer ", layer, ", expert ", expert,
+                                           " at ", Place(host_of_expert(expert)), ": ", status.message));
+    }
     // The connection's end may be known here before the host's is: whoever waits for the block hears what it was.
     if (status.code == Code::kPeerLost) {
       block.status = Status::Error(Code::kPeerLost, "get: ", Where(version), ", layer ", layer, ", expert ", expert, ": ",
@@ -197,7 +208,7 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
 
 // Asks for what this host's members used last time, in the order in which they will come to it, as far as there is room.
 void Domain::FetchAhead(VersionState& state, const Version& version) {
-  if (local_ranks_.empty()) return;
+  if (local_ranks_.empty() || !is_open_) return;
   const int step = state.is_backward ? -1 : 1;
   for (int layer = state.at_layer; layer >= 0 && layer < shape_.layers; layer += step) {
     for (int expert = 0; expert < shape_.experts; ++expert) {

@@ -4,12 +4,21 @@
 
 namespace fef {
 
-Fabric::Fabric(Membership membership, Window window, Receiver receiver)
+namespace {
+
+constexpr double kPatience = 2;  // deadlines: whoever waits for a block hears of it before the host is given up
+
+}  // namespace
+
+Fabric::Fabric(Membership membership, Window window, Receiver receiver, std::shared_ptr<OneSided> one_sided)
     : membership_(std::move(membership)),
       receiver_(std::move(receiver)),
+      one_sided_(std::move(one_sided)),
+      window_(window),
       server_(membership_,
               {[this](const Message& message, const std::string& payload, Descriptor fd) {
                  if (message.kind == Kind::kBye) return Leave(message.host, "it has closed its pool", true);
+                 if (message.kind == Kind::kAddress) return Meet(message.host, payload);
                  receiver_.on_message(message, payload, std::move(fd));
                },
                receiver_.on_read, [this](int host, const std::string& why) { Leave(host, why, false); }}),
@@ -34,7 +43,20 @@ Status Fabric::Connect(const std::vector<Endpoint>& endpoints, const std::vector
     }
   }
   client_.Start();
+  if (one_sided_ == nullptr) return Status::Ok();
+  one_sided_reads_ = std::make_unique<OneSidedReads>(one_sided_.get(), window_.host_bytes, kPatience * deadline_s);
+  Message message;
+  message.kind = Kind::kAddress;
+  for (int host = 0; host < num_hosts(); ++host) {
+    if (host != me() && !is_mapped_[host]) Send(host, message, one_sided_->address());
+  }
   return Status::Ok();
+}
+
+// Before the host's first key: messages come in their order.
+void Fabric::Meet(int host, const std::string& address) {
+  if (one_sided_ == nullptr) return;  // all hosts of a job have the same transport
+  if (Status status = one_sided_->Connect(host, address); !status.ok()) Leave(host, status.message, false);
 }
 
 void Fabric::Close() {
@@ -48,6 +70,7 @@ void Fabric::Close() {
   Broadcast(bye);
   client_.Stop();
   server_.Stop();
+  if (one_sided_ != nullptr) one_sided_->Close();
 }
 
 void Fabric::Send(int host, const Message& message, const std::string& payload, int fd) {
@@ -60,9 +83,15 @@ void Fabric::Broadcast(const Message& message) {
   }
 }
 
-uint64_t Fabric::Read(int host, ReadRequest request) { return client_.Read(host, std::move(request)); }
+uint64_t Fabric::Read(int host, ReadRequest request) {
+  if (one_sided_reads_ != nullptr) return one_sided_reads_->Add(host, std::move(request));
+  return client_.Read(host, std::move(request));
+}
 
-void Fabric::Hurry(int host, uint64_t ticket, int urgency) { client_.Hurry(host, ticket, urgency); }
+void Fabric::Hurry(int host, uint64_t ticket, int urgency) {
+  if (one_sided_reads_ != nullptr) one_sided_reads_->Hurry(host, ticket, urgency);
+  else client_.Hurry(host, ticket, urgency);
+}
 
 void Fabric::Leave(int host, const std::string& why, bool is_orderly) {
   {

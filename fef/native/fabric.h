@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "client.h"
+#include "one_sided.h"
+#include "one_sided_reads.h"
 #include "server.h"
 #include "status.h"
 
@@ -24,7 +26,8 @@ class Fabric {
     std::function<void(int host, const std::string& why, bool is_orderly)> on_lost;
   };
 
-  Fabric(Membership membership, Window window, Receiver receiver);
+  // one_sided: by which the hosts that are not mapped are read; null: by requests over TCP.
+  Fabric(Membership membership, Window window, Receiver receiver, std::shared_ptr<OneSided> one_sided = nullptr);
   ~Fabric();
 
   // Other hosts may connect from now on; *endpoint tells them where.
@@ -38,6 +41,7 @@ class Fabric {
   int me() const { return membership_.me; }
   int num_hosts() const { return membership_.num_hosts; }
   bool is_mapped(int host) const { return is_mapped_[host]; }
+  OneSided* one_sided() const { return one_sided_.get(); }
   int64_t num_refused() const { return server_.num_refused(); }
 
   void Send(int host, const Message& message, const std::string& payload = {}, int fd = -1);
@@ -46,10 +50,14 @@ class Fabric {
   void Hurry(int host, uint64_t ticket, int urgency);
 
  private:
+  void Meet(int host, const std::string& address);
   void Leave(int host, const std::string& why, bool is_orderly);
 
   const Membership membership_;
   const Receiver receiver_;
+  const std::shared_ptr<OneSided> one_sided_;
+  const Window window_;
+  std::unique_ptr<OneSidedReads> one_sided_reads_;
   Server server_;
   Client client_;
   std::vector<bool> is_mapped_;

@@ -7,12 +7,11 @@
 #include <functional>
 #include <string>
 
-#include "memory_segment.h"
 #include "status.h"
 
 namespace fef {
 
-// What another host needs to read a segment.
+// What another host needs to read some of this one's memory.
 struct SegmentKey {
   uint64_t address = 0;    // where it begins, in its owner's memory
   uint64_t num_bytes = 0;  // that may be read; nobody else checks it
@@ -27,15 +26,15 @@ class OneSided {
 
   // Where other hosts find this one. Not a text.
   virtual const std::string& address() const = 0;
-  // Lets others read the first num_bytes of a segment, which must stay until Close. Reads into a registered segment
-  // need no registration of their own.
-  virtual Status Register(const MemorySegment& segment, uint64_t num_bytes, SegmentKey* key) = 0;
+  // Lets others read these bytes, which must stay until Close. Reads into them need no registration of their own.
+  // Waits for no `done`: the caller may hold what a `done` waits for. The two below may not be called so.
+  virtual Status Register(char* data, uint64_t num_bytes, SegmentKey* key) = 0;
   virtual Status Connect(int host, const std::string& address) = 0;
   // The number of the segment for Get, from 0, counts the host's.
   virtual Status Import(int host, const SegmentKey& key, int* segment) = 0;
-  // Reads into `destination`, which is written until `done`, called once on the library's thread. What is out of range
-  // is refused before anything is sent. A read that has not ended after deadline_s takes its host with it, for good:
-  // there is no other way to be sure that nothing is written any more.
+  // Reads into `destination`, which is written until `done`, called once on the library's thread; after Close, within
+  // the call. What is out of range is refused before anything is sent. A read that has not ended after deadline_s takes
+  // its host with it, for good: there is no other way to be sure that nothing is written any more.
   virtual void Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* destination, double deadline_s,
                    Done done) = 0;
   // Ends all reads. The others must have ended theirs of this host.

@@ -14,7 +14,8 @@ Pool::Pool(PoolOptions options) : options_(std::move(options)) {
                          OnMessage(message, payload, std::move(fd));
                        },
                        [this](const Message& read, std::string* bytes) { return OnRead(read, bytes); },
-                       [this](int host, const std::string& why, bool is_orderly) { OnLost(host, why, is_orderly); }});
+                       [this](int host, const std::string& why, bool is_orderly) { OnLost(host, why, is_orderly); }},
+      options_.one_sided);
 }
 
 Status Pool::Listen(const std::string& address, Endpoint* endpoint) { return fabric_->Listen(address, endpoint); }

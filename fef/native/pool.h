@@ -28,6 +28,7 @@ struct PoolOptions {
   std::vector<int> host_of_member;  // [group][rank]; empty: all members are here
   Window window;
   std::string folder;  // where segments are files; empty: they are memory alone
+  std::shared_ptr<OneSided> one_sided;  // reads the hosts that are not mapped; null: requests over TCP do
 };
 
 // All domains of one `fef.Pool`: a domain per (table, data-parallel group).

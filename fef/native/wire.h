@@ -19,7 +19,9 @@ enum class Channel : uint16_t { kRequests, kReplies };
 enum class Kind : uint16_t {
   kHello,      // first on every connection, both ways; payload: the job's token, or why it is refused
   kSegment,    // a descriptor comes with it: memory to be mapped, of `rank`, or of the host's stages if rank is -1
-  kPublished,  // `rank` has published `version`
+  kAddress,    // payload: where the host is found by one-sided reads
+  kKey,        // memory of a segment, from `offset` on, can be read one-sided; `rank` as above; payload: how
+  kPublished,  // `rank` has published `version`; payload: its slot in each layer, int32, if blocks are read one-sided
   kClosed,     // `rank` sends nothing more under `version` and reads it no more
   kManifest,   // of a stage; payload: the experts, int32 each, that will get a gradient from this host
   kGradient,   // one of these is made; `stage` and `rank`, an index among the host's members, say where it lies

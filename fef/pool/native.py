@@ -8,6 +8,7 @@ import threading
 from fef.config import UserError
 from fef.native import build, ucx_files
 
+_ERROR_BYTES = 512
 _lock = threading.Lock()  # functools.cache alone would let two threads load and register at the same time
 
 
@@ -44,6 +45,19 @@ def ucx_library() -> ctypes.CDLL:
     """
     with _lock:
         return _load_ucx()
+
+
+def open_one_sided() -> int:
+    """Opens UCX for one-sided reads of other hosts; returns what `fef_pool_open` takes over.
+
+    Raises:
+      NativeError: as `ucx_library`, or UCX cannot be opened, with its own reason.
+    """
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    opened = ucx_library().fef_ucx_open(error, _ERROR_BYTES)
+    if not opened:
+        raise NativeError(f"FEF_TRANSPORT=rma: {error.value.decode()}; UCX_TLS={os.environ.get('UCX_TLS', 'all')}")
+    return opened
 
 
 @functools.cache

@@ -3,6 +3,10 @@
 A host is one JAX process. Hosts that share a kernel and a network namespace map each other's memory (mmap); others
 read over TCP (tcp). FEF_TRANSPORT, or config.pool.transport, forces one; FEF_FORCE_REMOTE=1 lets `auto` take every host
 for a remote one.
+
+`rma` reads every other host one-sided through UCX, also one whose memory could be mapped. `auto` never chooses it: that
+a host has an RDMA device does not say that it reaches the others by it, and over anything else UCX emulates the reads,
+in the homes' processes and with no look at the addresses.
 """
 
 import os
@@ -18,7 +22,7 @@ from fef.config import ConfigError, PoolConfig, UserError
 from fef.native import build
 from fef.pool import native
 
-TRANSPORTS = ("auto", "local", "mmap", "tcp")
+TRANSPORTS = ("auto", "local", "mmap", "tcp", "rma")
 
 
 def introduction(next_incarnation: int, transport: str) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def check(records: list[dict[str, Any]]) -> None:
 
 
 def mapped_hosts(records: list[dict[str, Any]], me: int, transport: str) -> list[bool]:
-    """Which hosts' memory this one maps; the others are read over TCP.
+    """Which hosts' memory this one maps; the others are read over TCP, or by rma.
 
     Raises:
       ConfigError: `mmap` is asked for, but a host is elsewhere; or `local` with several processes.
@@ -77,7 +81,7 @@ def mapped_hosts(records: list[dict[str, Any]], me: int, transport: str) -> list
         raise ConfigError(
             "pool.transport", transport, f"host {other['host']} ({other['name']}) shares no memory; use auto or tcp"
         )
-    is_remote = transport == "tcp" or (transport == "auto" and os.environ.get("FEF_FORCE_REMOTE") == "1")
+    is_remote = transport in ("tcp", "rma") or (transport == "auto" and os.environ.get("FEF_FORCE_REMOTE") == "1")
     return [not is_remote and is_here for is_here in here]
 
 

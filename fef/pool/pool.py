@@ -62,7 +62,7 @@ class Pool:
             self.transport = self._meet(transport)
         atexit.register(self.close)  # JAX waits for its programs at exit: none of them may wait for the pool
 
-    def _open(self, num_hosts: int, token: str) -> None:
+    def _open(self, num_hosts: int, token: str, one_sided: int | None = None) -> None:
         host_of_member = np.array([[device.process_index for device in row] for row in self.mesh.devices], np.int32)
         groups, members = host_of_member.shape
         self._library.fef_pool_open(
@@ -70,7 +70,7 @@ class Pool:
             jax.process_index(), num_hosts, token.encode(),
             host_of_member.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), members,
             ctypes.c_int64(self.config.window_bytes), ctypes.c_int64(self.config.total_window_bytes),
-            self._folder.encode(),
+            self._folder.encode(), ctypes.c_void_p(one_sided),
         )  # fmt: skip
 
     def _meet(self, transport: str) -> str:
@@ -81,7 +81,7 @@ class Pool:
         is_mapped = neighbours.mapped_hosts(records, me, transport)
         address = neighbours.own_address()
         self.incarnation = max(record["incarnation"] for record in records)
-        self._open(len(records), records[0]["token"])
+        self._open(len(records), records[0]["token"], native.open_one_sided() if transport == "rma" else None)
         port, name = ctypes.c_int32(), ctypes.create_string_buffer(_ERROR_BYTES)
         self._call("fef_pool_listen", address.encode(), ctypes.byref(port), name, _ERROR_BYTES)
         own = {"address": address, "port": port.value, "unix_name": name.value.decode()}
@@ -95,7 +95,8 @@ class Pool:
             numbers(*is_mapped),
             len(ends),
         )
-        return "+".join(sorted({"mmap" if mapped else "tcp" for host, mapped in enumerate(is_mapped) if host != me}))
+        remote = "rma" if transport == "rma" else "tcp"
+        return "+".join(sorted({"mmap" if mapped else remote for host, mapped in enumerate(is_mapped) if host != me}))
 
     def _call(self, name: str, *args: Any) -> None:
         """Calls a function of the native library that can fail."""
@@ -108,7 +109,7 @@ class Pool:
     def refused(self) -> int:
         """Reads and connections that this host has refused, until now or until the pool was closed.
 
-        Reads of what is not, or is no longer, there: over TCP the home refuses, elsewhere the reader itself.
+        Reads of what is not, or is no longer, there: over TCP the home refuses, otherwise the reader itself.
         """
         count = self._library.fef_pool_refused(self.incarnation)
         return self._refused if count < 0 else count

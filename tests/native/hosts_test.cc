@@ -4,22 +4,85 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
+#include "one_sided.h"
 #include "pool.h"
 #include "pool_checks.h"
 #include "socket.h"
 #include "wire.h"
+#include "worker.h"
 
 namespace {
 
 using namespace fef_test;
 
+// How hosts read each other.
+enum class Way { kTcp, kMapped, kOneSided };
+
+// One-sided reads within this process: a thread copies, as hardware would, without asking whose memory it is.
+class Copies : public fef::OneSided {
+ public:
+  explicit Copies(int me) : address_("host " + std::to_string(me)) {}
+  ~Copies() override { Close(); }
+
+  const std::string& address() const override { return address_; }
+  Status Register(char* data, uint64_t num_bytes, fef::SegmentKey* key) override {
+    *key = {reinterpret_cast<uint64_t>(data), num_bytes, "a key"};
+    return Status::Ok();
+  }
+  Status Connect(int host, const std::string& address) override {
+    Check(address == "host " + std::to_string(host), "a host is found at its own address: " + address);
+    return Status::Ok();
+  }
+  Status Import(int host, const fef::SegmentKey& key, int* segment) override {
+    Check(key.packed == "a key", "a key arrives as it was sent: " + key.packed);
+    std::lock_guard<std::mutex> lock(mutex_);
+    *segment = int(keys_[host].size());
+    keys_[host].push_back(key);
+    return Status::Ok();
+  }
+  void Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* destination, double,
+           Done done) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::vector<fef::SegmentKey>& keys = keys_[host];
+    const bool is_there = segment >= 0 && segment < int(keys.size()) && offset + num_bytes <= keys[segment].num_bytes;
+    Check(is_there, "what is read was registered");
+    if (!is_there) return worker_.Post([=] { done(Status::Error(Code::kInvalidArgument, "not registered")); });
+    worker_.Post([=, from = reinterpret_cast<const char*>(keys[segment].address) + offset] {
+      if (num_bytes != sizeof(uint64_t) && before_block) before_block();
+      Copy(from, num_bytes, destination);
+      done(Status::Ok());
+    });
+  }
+  void Close() override { worker_.Stop(); }
+
+  std::function<void()> before_block;  // runs when all has been asked for, and nothing was copied
+
+ private:
+  // Nobody is told, neither the owner nor the thread sanitizer: that the owner may be writing there is the point.
+  __attribute__((no_sanitize("thread"))) static void Copy(const volatile char* from, uint64_t num_bytes, char* to) {
+    if (num_bytes == sizeof(uint64_t)) {  // a version is read as a whole
+      *reinterpret_cast<uint64_t*>(to) = *reinterpret_cast<const volatile uint64_t*>(from);
+      return;
+    }
+    for (uint64_t i = 0; i < num_bytes; ++i) to[i] = from[i];
+  }
+
+  const std::string address_;
+  std::mutex mutex_;
+  std::map<int, std::vector<fef::SegmentKey>> keys_;
+  fef::Worker worker_;
+};
+
 // Some hosts, connected; members are dealt out to them in blocks.
 struct Job {
-  Job(int num_hosts, int num_members, bool is_mapped, double deadline_s = kDeadline)
+  Job(int num_hosts, int num_members, Way way, double deadline_s = kDeadline)
       : num_members(num_members) {
     static int last_token = 0;
     token = "job" + std::to_string(getpid()) + "." + std::to_string(++last_token);
@@ -31,12 +94,14 @@ struct Job {
       options.membership = {host, num_hosts, 7, token};
       options.host_of_member = host_of_rank;
       options.window = {32 << 10, 48 << 10};
+      if (way == Way::kOneSided) networks.push_back(std::make_shared<Copies>(host));
+      if (way == Way::kOneSided) options.one_sided = networks.back();
       hosts.push_back(std::make_shared<fef::Pool>(options));
       CheckOk(hosts[host]->Listen("127.0.0.1", &endpoints[host]), "Listen");
     }
     ports = endpoints;
     InParallel(num_hosts, [&](int host) {
-      CheckOk(hosts[host]->Connect(endpoints, std::vector<bool>(num_hosts, is_mapped)), "Connect");
+      CheckOk(hosts[host]->Connect(endpoints, std::vector<bool>(num_hosts, way == Way::kMapped)), "Connect");
     });
   }
   ~Job() {
@@ -55,6 +120,7 @@ struct Job {
   const int num_members;
   std::string token;
   std::vector<int> host_of_rank;
+  std::vector<std::shared_ptr<Copies>> networks;
   std::vector<std::shared_ptr<fef::Pool>> hosts;
   std::vector<fef::Endpoint> ports;
   std::vector<Domain*> domains;
@@ -86,10 +152,10 @@ std::vector<float> WantedSum(const Job& job, const fef::TableShape& shape, int c
   return total;
 }
 
-void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_elems, int steps, bool is_mapped,
+void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_elems, int steps, Way way,
                        int num_microbatches, int64_t cache_bytes = INT64_MAX) {
   const int layers = 3;
-  Job job(num_hosts, members, is_mapped);
+  Job job(num_hosts, members, way);
   fef::TableShape shape = Shape(members, experts, layers, block_elems, /*slots=*/2, /*stages=*/2);
   shape.cache_bytes = cache_bytes;
   job.AddTable(shape);
@@ -156,7 +222,7 @@ void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_el
 
 // What a client may not do is refused and counted, and the server goes on serving.
 void TestStrangers() {
-  Job job(2, 2, /*is_mapped=*/false);
+  Job job(2, 2, Way::kTcp);
   job.AddTable(Shape(2, 2, 1, 10, 2, 2));
   auto say = [&](const std::string& bytes) {
     fef::Descriptor socket;
@@ -190,7 +256,7 @@ void TestStrangers() {
 
 // A read is answered with what was asked for or not at all.
 void TestReadsAreChecked() {
-  Job job(2, 2, /*is_mapped=*/false);
+  Job job(2, 2, Way::kTcp);
   job.AddTable(Shape(2, 2, 1, 1000, /*slots=*/2, 2));
   Domain& home = job.of(0);
   for (int counter = 1; counter <= 5; ++counter) {
@@ -227,9 +293,39 @@ void TestReadsAreChecked() {
   CheckError(ask([](fef::Message& m) { m.stage = 99; m.rank = 5; }), Code::kStaleVersion, "not staged", "stage 99");
 }
 
+// The home knows nothing of a one-sided read: the reader itself finds that the block is gone, also when that happens
+// while it is read.
+void TestReadsAreCheckedByTheReader() {
+  Job job(2, 2, Way::kOneSided);
+  job.AddTable(Shape(2, 2, 1, 1000, /*slots=*/2, 2));
+  Domain &home = job.of(0), &reader = job.of(1);
+  auto publish = [&](int counter) { CheckOk(Publish(home, At(counter), 0, counter), "Publish"); };
+  auto let_go = [&](int counter) {
+    for (int rank : {0, 1}) CheckOk(home.Release(At(counter), rank), "Release");
+  };
+  auto read = [&](int counter) {
+    return Wait(reader, [&] { return PollAll(reader, At(counter), 1, 0, {0}); });
+  };
+  int num_blocks = 0;
+  job.networks[1]->before_block = [&] {
+    if (++num_blocks > 1) return;  // of the first version, on its way before anybody asks for it
+    let_go(1);
+    for (int counter : {2, 3}) publish(counter);
+  };
+  publish(1);
+  CheckError(read(1), Code::kStaleVersion,
+             "get: table moe, version (7,1), layer 0, expert 0 at host 0 (rank 0): no slot holds this version; it was",
+             "a slot that is refilled while it is read");
+  Check(job.hosts[0]->num_refused() == 0 && job.hosts[1]->num_refused() == 1, "the reader refuses, once");
+  CheckOk(read(3), "what is there is read");
+  Lease lease;
+  CheckOk(Read(reader, At(3), 1, 0, 0, &lease), "Read");
+  Check(HoldsOnly(lease, 1000, BlockValue(3, 0, 0, 0)), "the bytes of the version");
+}
+
 // A host that goes away ends the waits that need it, by name, and no others.
-void TestHostIsLost(bool is_mapped) {
-  Job job(3, 3, is_mapped);
+void TestHostIsLost(Way way) {
+  Job job(3, 3, way);
   job.AddTable(Shape(3, 3, 2, 100, 2, 2));
   for (int rank : {0, 1}) CheckOk(Publish(job.of(rank), At(1), rank, 1), "Publish");
   std::thread wait([&] {
@@ -252,17 +348,20 @@ void TestHostIsLost(bool is_mapped) {
 
 int main() {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  for (bool is_mapped : {false, true}) {
-    TestTrainingSteps(/*num_hosts=*/2, /*members=*/2, /*experts=*/2, /*block_elems=*/37, /*steps=*/10, is_mapped, 1);
-    TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, /*block_elems=*/9000, /*steps=*/8, is_mapped, 3);
-    TestTrainingSteps(/*num_hosts=*/4, /*members=*/4, /*experts=*/3, /*block_elems=*/20000, /*steps=*/4, is_mapped, 2);
-    TestHostIsLost(is_mapped);
+  for (Way way : {Way::kTcp, Way::kMapped, Way::kOneSided}) {
+    TestTrainingSteps(/*num_hosts=*/2, /*members=*/2, /*experts=*/2, /*block_elems=*/37, /*steps=*/10, way, 1);
+    TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, /*block_elems=*/9000, /*steps=*/8, way, 3);
+    TestTrainingSteps(/*num_hosts=*/4, /*members=*/4, /*experts=*/3, /*block_elems=*/20000, /*steps=*/4, way, 2);
+    TestHostIsLost(way);
   }
   for (int64_t blocks : {0, 1, 5}) {
-    TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, 9000, /*steps=*/4, false, 2, blocks * 9000 * 4);
+    for (Way way : {Way::kTcp, Way::kOneSided}) {
+      TestTrainingSteps(/*num_hosts=*/2, /*members=*/4, /*experts=*/6, 9000, /*steps=*/4, way, 2, blocks * 9000 * 4);
+    }
   }
   TestStrangers();
   TestReadsAreChecked();
+  TestReadsAreCheckedByTheReader();
   std::puts(num_failures == 0 ? "all passed" : "some failed");
   return num_failures;
 }

@@ -1,4 +1,4 @@
-"""Compiles rma_test.cc with the one-sided reads, without XLA, and runs it: two processes, UCX over loopback TCP."""
+"""Compiles rma_test.cc with the one-sided reads, without XLA, and runs it: two processes and UCX."""
 
 import os
 import pathlib
@@ -6,13 +6,14 @@ import shlex
 import subprocess
 
 import pytest
+from needs import UCX_EMULATED
 
 from fef.native import build, ucx_files
 
 SOURCES = ("memory_segment.cc", "socket.cc", "ucx/rma.cc")
 
 
-@pytest.mark.skipif(build.UCX not in build.parts(), reason="needs UCX with its headers: pip install libucx-cu12")
+@pytest.mark.ucx
 def test_rma(tmp_path):
     program, ucx = tmp_path / "rma_test", ucx_files.find()
     sources = [pathlib.Path(__file__).with_name("rma_test.cc"), *(build.FOLDER / name for name in SOURCES)]
@@ -21,7 +22,7 @@ def test_rma(tmp_path):
     subprocess.run(command, check=True, timeout=300)
     places = {"LD_LIBRARY_PATH": str(ucx.lib)} if ucx.lib else {}
     done = subprocess.run(
-        [program], env=os.environ | ucx_files.settings() | places | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
+        [program], env=os.environ | ucx_files.settings() | places | UCX_EMULATED,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "all passed\n"), done.stdout

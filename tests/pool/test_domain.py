@@ -8,8 +8,9 @@ import subprocess
 from fef.native import build
 
 SOURCES = (
-    "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "fabric.cc", "host_cache.cc", "liveness.cc",
-    "memory_segment.cc", "parallel.cc", "pool.cc", "server.cc", "socket.cc", "task.cc",
+    "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "domain_one_sided.cc", "fabric.cc",
+    "host_cache.cc", "liveness.cc", "memory_segment.cc", "one_sided_reads.cc", "parallel.cc", "pool.cc", "server.cc",
+    "socket.cc", "task.cc",
 )  # fmt: skip
 TESTS = ("pool_test", "hosts_test", "kill_test")
 FOLDER = pathlib.Path(__file__).parents[1] / "native"

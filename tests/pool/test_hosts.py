@@ -13,13 +13,17 @@ import threading
 import time
 
 import pytest
-from needs import needs_lab
+from needs import UCX_EMULATED, needs_lab
 
 from fef.pool.ledger import PURPOSES
 
 PROGRAM = pathlib.Path(__file__).with_name("host_program.py")
 ROOT = PROGRAM.parents[2]
 TIMEOUT_S = 120
+RMA = pytest.param("rma", marks=pytest.mark.ucx)
+# The hardware reads a stopped process's memory as any other.
+needs_emulation = pytest.mark.skipif(not UCX_EMULATED, reason="UCX_TLS is set: for emulated reads only")
+RMA_EMULATED = pytest.param("rma", marks=[pytest.mark.ucx, needs_emulation])
 
 
 class Host:
@@ -77,7 +81,7 @@ def start():
         environment = os.environ | {
             "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": str(num_hosts),
             "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
+        } | UCX_EMULATED  # fmt: skip
         for number in range(num_hosts):
             own = environment | {"FEF_TRANSPORT": transports[number % len(transports)]}
             started.append(Host(number, num_hosts * devices_per_host, scenario, own, deadline_s))
@@ -89,7 +93,9 @@ def start():
         host.process.wait()
 
 
-@pytest.mark.parametrize(("transport", "number"), [("tcp", 1), ("mmap", 1), ("tcp", 0)])
+@pytest.mark.parametrize(
+    ("transport", "number"), [("tcp", 1), ("mmap", 1), ("tcp", 0), pytest.param("rma", 1, marks=pytest.mark.ucx)]
+)
 def test_a_host_that_is_killed_is_named_by_the_others(start, transport, number):
     survivors = start("read_for_ever", transport, num_hosts=3)
     assert survivors[0].wait_for("open").split()[1] == transport
@@ -112,7 +118,7 @@ def tell(host):
 BLOCK = r"get: table blocks, version \(\d+,3\), layer 1, expert 1: "
 
 
-@pytest.mark.parametrize("transport", ["tcp", "mmap"])
+@pytest.mark.parametrize("transport", ["tcp", "mmap", RMA])
 def test_a_read_from_a_dead_home_names_what_was_read(start, transport):
     reader, home = start("read_what_was_not_fetched_ahead", transport)
     for host in (reader, home):
@@ -126,8 +132,9 @@ def test_a_read_from_a_dead_home_names_what_was_read(start, transport):
     assert re.search(BLOCK + gone, err), err
 
 
-def test_a_read_from_a_host_that_is_silent_ends_at_the_deadline(start):
-    reader, home = start("read_what_was_not_fetched_ahead", "tcp", deadline_s=3.0)
+@pytest.mark.parametrize("transport", ["tcp", RMA_EMULATED])
+def test_a_read_from_a_host_that_is_silent_ends_at_the_deadline(start, transport):
+    reader, home = start("read_what_was_not_fetched_ahead", transport, deadline_s=3.0)
     for host in (reader, home):
         host.wait_for("published")
     home.process.send_signal(signal.SIGSTOP)
@@ -175,11 +182,11 @@ def test_hosts_that_do_not_fit_are_refused_with_both_values(start):
         assert re.search(r"error: pool: transport 'tcp' on host 0 \(.*\), 'mmap' on host 1 \(.*\); give all", err)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "mmap"])
+@pytest.mark.parametrize("transport", ["tcp", "mmap", RMA])
 def test_a_version_whose_slots_are_refilled_is_refused_and_counted(start, transport):
     """Case P-01. Over TCP the home refuses, otherwise the reader itself; nobody gets another version's bytes."""
     reader, home = start("read_an_old_version", transport)
-    where = "at host 1 (rank 1)" if transport == "tcp" else ", home rank 1"
+    where = ", home rank 1" if transport == "mmap" else "at host 1 (rank 1)"
     error = reader.wait_for("error").split("version ")
     assert error[0] == "error StaleVersionError get: table blocks, "
     assert re.fullmatch(
@@ -193,9 +200,10 @@ def test_a_version_whose_slots_are_refilled_is_refused_and_counted(start, transp
         assert host.end()[0] == 0
 
 
-def test_hints_that_nobody_follows_cost_no_memory(start):
+@pytest.mark.parametrize("transport", ["tcp", RMA])
+def test_hints_that_nobody_follows_cost_no_memory(start, transport):
     """5,000 of them; 40 of the versions that are hinted at hold 160 MB."""
-    for host in start("prefetch_for_ever", "tcp"):
+    for host in start("prefetch_for_ever", transport):
         words = host.wait_for("grown").split(maxsplit=3)
         assert int(words[1]) < 32 << 20, words
         assert words[3] == "[[7.5]]"
@@ -253,13 +261,15 @@ def test_a_cable_that_is_pulled(tmp_path, comes_back):
 
 
 @needs_lab
-def test_the_ledger_counts_what_the_interfaces_count(tmp_path):
+@pytest.mark.parametrize("transport", ["tcp", RMA_EMULATED])
+def test_the_ledger_counts_what_the_interfaces_count(tmp_path, transport):
     command = [sys.executable, str(PROGRAM), "count_bytes", "2", "60"]
-    process = launch("--lab=leaves=1,nic=500mbit", f"--json={tmp_path}/bytes.json", "--", *command)
+    environment = UCX_EMULATED | {"UCX_NET_DEVICES": "eth0", "FEF_TRANSPORT": transport}
+    process = launch("--lab=leaves=1,nic=500mbit", f"--json={tmp_path}/bytes.json", "--", *command, **environment)
     ((out, err),) = finish(process)
     assert process.returncode == 0, err
     steps, layers, block_bytes = 20, 2, 1 << 20
-    assert re.findall(r"^h\d\| open (\w+)", out, re.M) == ["tcp", "tcp"]
+    assert re.findall(r"^h\d\| open (\w+)", out, re.M) == [transport] * 2
     for host in range(2):
         moved = dict(zip(PURPOSES, re.search(rf"^h{host}\| moved (.*)$", out, re.M)[1].split(), strict=True))
         blocks = str(steps * layers)  # the other member's, each step, in each layer

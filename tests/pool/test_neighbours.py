@@ -1,19 +1,21 @@
 """What hosts say of their UCX, and that hosts whose UCX differs are refused."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from needs import UCX_EMULATED
 
-from fef.config import UserError
+from fef.config import ConfigError, UserError
 from fef.native import build
 from fef.pool import neighbours
 
 LOAD = """
 import ctypes, re
 from fef.pool import native, neighbours
-assert re.fullmatch(r"\\d+\\.\\d+\\.\\d+, UCX_TLS=tcp,self", neighbours.ucx()), neighbours.ucx()
+assert re.fullmatch(r"\\d+\\.\\d+\\.\\d+, UCX_TLS=[\\w,]+", neighbours.ucx()), neighbours.ucx()
 error = ctypes.create_string_buffer(200)
 library = native.ucx_library()
 opened = library.fef_ucx_open(error, 200)
@@ -29,11 +31,19 @@ def run(program: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.skipif(build.UCX not in build.parts(), reason="needs UCX with its headers: pip install libucx-cu12")
+@pytest.mark.ucx
 def test_ucx_is_found_loaded_and_opened():
     build.build(part=build.UCX)
-    done = run(LOAD, UCX_TLS="tcp,self")
+    done = run(LOAD, **UCX_EMULATED)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.ucx
+def test_ucx_that_cannot_be_opened_says_why():
+    build.build(part=build.UCX)
+    done = run("from fef.pool import native; native.open_one_sided()", UCX_TLS="nonsense")
+    text = r"NativeError: FEF_TRANSPORT=rma: rma: opening UCX: .*; UCX_TLS=nonsense"
+    assert re.search(text, done.stderr), done.stderr
 
 
 def test_where_there_is_no_ucx_it_says_what_to_do(tmp_path):
@@ -51,3 +61,19 @@ def test_another_ucx_is_refused_with_both_values():
     ):
         neighbours.check(records)
     neighbours.check(records[:1] * 2)
+
+
+def test_which_hosts_are_mapped(monkeypatch):
+    monkeypatch.delenv("FEF_FORCE_REMOTE", raising=False)
+    here = {"kernel": "k", "network": "n", "name": "a"}
+    records = [here | {"host": 0}, here | {"host": 1}, here | {"host": 2, "kernel": "another", "name": "b"}]
+
+    def mapped(transport):
+        return neighbours.mapped_hosts(records, 0, transport)
+
+    assert mapped("auto") == [True, True, False]
+    assert mapped("tcp") == mapped("rma") == [False] * 3
+    with pytest.raises(ConfigError, match=r"host 2 \(b\) shares no memory; use auto or tcp"):
+        mapped("mmap")
+    monkeypatch.setenv("FEF_FORCE_REMOTE", "1")
+    assert mapped("auto") == [False] * 3

@@ -11,6 +11,7 @@
 #include <mutex>
 
 #include "lines.h"
+#include "memory_segment.h"
 #include "ucx/rma.h"
 
 namespace {
@@ -114,7 +115,7 @@ int main(int argc, char** argv) {
   Must(fef::Rma::Open(&rma));
   Must(segment.Create("fef-bench", largest));
   Must(segment.Take(largest));
-  Must(rma->Register(segment, largest, &key));
+  Must(rma->Register(segment.data(), largest, &key));
   std::unique_ptr<Plain> plain;
   if (me == 0) {
     for (uint64_t i = 0; i < largest / 8; ++i) reinterpret_cast<uint64_t*>(segment.data())[i] = Word(0, i);

@@ -36,6 +36,12 @@ Status Rma::Start() {
   params.features = UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
   params.mt_workers_shared = 1;
   if (Status status = ToStatus(ucp_init(&params, nullptr, &context_), "opening UCX"); !status.ok()) return status;
+  ucp_context_attr_t attributes{};
+  attributes.field_mask = UCP_ATTR_FIELD_THREAD_MODE;
+  if (ucp_context_query(context_, &attributes) != UCS_OK || attributes.thread_mode == UCS_THREAD_MODE_SINGLE) {
+    return Status::Error(Code::kInvalidArgument,
+                         "rma: this UCX is for one thread alone; set FEF_UCX_DIR to one built with --enable-mt");
+  }
   ucp_worker_params_t worker_params{};
   worker_params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   worker_params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
@@ -100,29 +106,27 @@ Status Rma::Do(const std::function<Status()>& work) {
   return result.get_future().get();
 }
 
-Status Rma::Register(const MemorySegment& segment, uint64_t num_bytes, SegmentKey* key) {
-  if (num_bytes == 0 || num_bytes > segment.num_bytes()) {
-    return Status::Error(Code::kInvalidArgument, "rma: ", num_bytes, " bytes of a segment of ", segment.num_bytes(),
-                         " cannot be registered");
-  }
-  return Do([&] {
-    ucp_mem_map_params_t params{};
-    params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
-    params.address = segment.data();
-    params.length = num_bytes;
-    ucp_mem_h handle;
-    const std::string what = "registering " + std::to_string(num_bytes) + " bytes";
-    if (Status status = ToStatus(ucp_mem_map(context_, &params, &handle), what); !status.ok()) return status;
-    registered_.push_back({segment.data(), num_bytes, handle});
-    void* packed;
-    size_t length;
-    if (Status status = ToStatus(ucp_rkey_pack(context_, handle, &packed, &length), what); !status.ok()) return status;
-    key->address = reinterpret_cast<uint64_t>(segment.data());
-    key->num_bytes = num_bytes;
-    key->packed.assign(static_cast<const char*>(packed), length);
-    ucp_rkey_buffer_release(packed);
-    return Status::Ok();
-  });
+// On the caller's thread, which UCX allows for what concerns no worker.
+Status Rma::Register(char* data, uint64_t num_bytes, SegmentKey* key) {
+  if (num_bytes == 0) return Status::Error(Code::kInvalidArgument, "rma: 0 bytes cannot be registered");
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (is_stopping_) return Status::Error(Code::kPoolClosed, "rma: the pool was closed");
+  ucp_mem_map_params_t params{};
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.address = data;
+  params.length = num_bytes;
+  ucp_mem_h handle;
+  const std::string what = "registering " + std::to_string(num_bytes) + " bytes";
+  if (Status status = ToStatus(ucp_mem_map(context_, &params, &handle), what); !status.ok()) return status;
+  registered_.push_back({data, num_bytes, handle});
+  void* packed;
+  size_t length;
+  if (Status status = ToStatus(ucp_rkey_pack(context_, handle, &packed, &length), what); !status.ok()) return status;
+  key->address = reinterpret_cast<uint64_t>(data);
+  key->num_bytes = num_bytes;
+  key->packed.assign(static_cast<const char*>(packed), length);
+  ucp_rkey_buffer_release(packed);
+  return Status::Ok();
 }
 
 Status Rma::Connect(int host, const std::string& address) {
@@ -182,30 +186,32 @@ std::string Rma::TransportsTo(int host) {
 
 void Rma::Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* destination, double deadline_s,
               Done done) {
-  Status status = Status::Ok();
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = peers_.find(host);
-    if (is_stopping_) {
-      status = Status::Error(Code::kPoolClosed, "rma: the pool was closed");
-    } else if (found == peers_.end() || segment < 0 || segment >= int(found->second->keys.size())) {
-      status = Status::Error(Code::kInvalidArgument, "rma: host ", host, " has no segment ", segment, " known here");
-    } else {
-      Peer* peer = found->second.get();
-      const uint64_t there = peer->num_bytes[segment];
-      if (num_bytes == 0 || offset > there || num_bytes > there - offset) {
-        status = Status::Error(Code::kInvalidArgument, "rma: ", num_bytes, " bytes at ", offset, " are not in segment ",
-                               segment, " of host ", host, ", which has ", there);
+    if (!is_stopping_) {
+      const auto found = peers_.find(host);
+      const bool is_known = found != peers_.end() && segment >= 0 && segment < int(found->second->keys.size());
+      const uint64_t there = is_known ? found->second->num_bytes[segment] : 0;
+      Status refusal;
+      if (!is_known) {
+        refusal = Status::Error(Code::kInvalidArgument, "rma: host ", host, " has no segment ", segment, " known here");
+      } else if (num_bytes == 0 || offset > there || num_bytes > there - offset) {
+        refusal = Status::Error(Code::kInvalidArgument, "rma: ", num_bytes, " bytes at ", offset,
+                                " are not in segment ", segment, " of host ", host, ", which has ", there);
+      }
+      if (!refusal.ok()) {
+        work_.push_back([refusal, done = std::move(done)] { done(refusal); });
       } else {
+        Peer* peer = found->second.get();
         const uint64_t from = peer->addresses[segment] + offset;
         work_.push_back([=, key = peer->keys[segment], done = std::move(done)] {
           Post(peer, from, key, num_bytes, destination, deadline_s, done);
         });
       }
+      return Wake();
     }
   }
-  if (status.ok()) return Wake();
-  done(status);
+  done(Status::Error(Code::kPoolClosed, "rma: the pool was closed"));
 }
 
 // --- On the thread ---------------------------------------------------------------------------------------------------
@@ -239,7 +245,8 @@ void Rma::Run() {
   is_drained_ = Drain();
 }
 
-ucp_mem_h Rma::HandleOf(const char* destination, uint64_t num_bytes) const {
+ucp_mem_h Rma::HandleOf(const char* destination, uint64_t num_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
   for (const Registered& one : registered_) {
     if (destination >= one.data && destination + num_bytes <= one.data + one.num_bytes) return one.handle;
   }

@@ -29,7 +29,7 @@ class Rma : public OneSided {
   ~Rma() override;
 
   const std::string& address() const override { return address_; }
-  Status Register(const MemorySegment& segment, uint64_t num_bytes, SegmentKey* key) override;
+  Status Register(char* data, uint64_t num_bytes, SegmentKey* key) override;
   Status Connect(int host, const std::string& address) override;
   Status Import(int host, const SegmentKey& key, int* segment) override;
   void Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* destination, double deadline_s,
@@ -76,7 +76,7 @@ class Rma : public OneSided {
   static void Lose(Peer& peer, Code code, const std::string& how, const std::string& why);
   bool Disconnect(Peer& peer);
   bool Drain();
-  ucp_mem_h HandleOf(const char* destination, uint64_t num_bytes) const;
+  ucp_mem_h HandleOf(const char* destination, uint64_t num_bytes);
   static void OnDone(void* request, ucs_status_t status, void* read);
   static void OnError(void* peer, ucp_ep_h endpoint, ucs_status_t status);
 
@@ -84,7 +84,7 @@ class Rma : public OneSided {
   ucp_worker_h worker_ = nullptr;
   std::string address_;
   Descriptor epoll_, wake_;
-  std::mutex mutex_;  // of what follows; the rest is the thread's
+  std::mutex mutex_;  // of what follows, as far as others than the thread use it
   std::deque<std::function<void()>> work_;
   bool is_stopping_ = false;
   std::map<int, std::unique_ptr<Peer>> peers_;
