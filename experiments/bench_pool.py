@@ -312,7 +312,7 @@ def _exchange(repeats: int) -> list[dict[str, Any]]:
         ports = [host.hear("at")[0] for host in own]
         _tell(own, "connect", *(f"{lab.address(h)}:{port}" for h, port in enumerate(ports)), answer="connected")
         carriers: list[tuple[dict[str, Any], list[programs.Program], tuple]] = [
-            ({"carrier": "fef's sockets", "chunk_bytes": 16 * KIB, "window_bytes": windows[0]}, own, ())
+            ({"carrier": "fef's sockets", "chunk_bytes": 32 * KIB, "window_bytes": windows[0]}, own, ())
         ]
         if ucx := _ucx():
             program = programs.make(programs.BENCH / "exchange_ucx.cc", ucx=ucx)

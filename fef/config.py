@@ -166,10 +166,10 @@ class PoolConfig(Section):
     slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)
     window_bytes: int = knob(
-        98304, "run", "tcp, rma: bytes asked of one host and not yet here; less than a switch queues", ge=16384
+        98304, "run", "tcp, rma: bytes asked of one host and not yet here; less than a switch queues", ge=32768
     )
     total_window_bytes: int = knob(
-        131072, "run", "tcp: bytes asked of all hosts and not yet here; what is behind them may wait", ge=16384
+        131072, "run", "tcp: bytes asked of all hosts and not yet here; what is behind them may wait", ge=32768
     )
     cache_bytes: int = knob(
         1 << 30,

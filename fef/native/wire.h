@@ -11,7 +11,7 @@ namespace fef {
 
 constexpr uint32_t kMagic = 0x31666566;             // "fef1"
 constexpr uint32_t kMaxPayloadBytes = 1u << 20;     // of anything that is believed
-constexpr uint32_t kChunkBytes = 16 << 10;          // of one read request
+constexpr uint32_t kChunkBytes = 32 << 10;          // of one read request
 
 // A host reads from another over two connections, so that a request never waits behind bulk data.
 enum class Channel : uint16_t { kRequests, kReplies };
