@@ -303,7 +303,7 @@ def _exchange(repeats: int) -> list[dict[str, Any]]:
     hosts, windows = range(EXCHANGE_HOSTS), (PoolConfig().window_bytes, PoolConfig().total_window_bytes)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(_Lab(EXCHANGE_HOSTS, EXCHANGE_MBIT))
-        sources = _core("client.cc", "fabric.cc", "server.cc", "socket.cc")
+        sources = _core("client.cc", "fabric.cc", "one_sided_reads.cc", "server.cc", "socket.cc")
         program = programs.make(programs.BENCH / "exchange_sockets.cc", sources)
         own = [
             stack.enter_context(lab.start(h, [program, h, len(hosts), lab.address(h), MIB, *windows, "bench"], {}))

@@ -41,6 +41,11 @@ esac
 """
 
 
+SET_UP_FILES = (
+    "setup.cfg", "pyproject.toml", "fef/native/a.cc", "fef/native/a.h", "fef/native/build.py", "fef/native/ucx/a.cc",
+)  # fmt: skip
+
+
 class Sandbox:
     """A copy of what the scripts need, and a PATH with nothing on it but a few tools, the stand-ins among them."""
 
@@ -48,8 +53,8 @@ class Sandbox:
         self.root, self.bin, self.log = folder / "tree", folder / "bin", folder / "log"
         for name in ["scripts", ".ci"]:
             shutil.copytree(ROOT / name, self.root / name)
-        (self.root / "fef/native").mkdir(parents=True)
-        for name in ["setup.cfg", "pyproject.toml", "fef/native/a.cc", "fef/native/a.h", "fef/native/build.py"]:
+        (self.root / "fef/native/ucx").mkdir(parents=True)
+        for name in SET_UP_FILES:
             (self.root / name).write_text(name)
         self.bin.mkdir()
         for tool in TOOLS:
@@ -106,7 +111,7 @@ def test_set_up_happens_once_and_again_when_something_changes(sandbox):
     assert sandbox.calls() == ["-m venv", *SET_UP]
     assert sandbox.run("scripts/setup.sh") == (0, "", "")
     assert sandbox.calls() == []
-    for name in ["setup.cfg", "pyproject.toml", "fef/native/a.cc", "fef/native/a.h", "fef/native/build.py"]:
+    for name in SET_UP_FILES:
         (sandbox.root / name).write_text("changed")
         assert sandbox.run("scripts/setup.sh")[0] == 0
         assert sandbox.calls() == SET_UP, name

@@ -51,8 +51,10 @@ def assert_same_run(folder, other):
     assert [row["load"] for row in rows] == [row["load"] for row in others]
     for key in ("loss", "aux_loss", "grad_norm", "learning_rate", "tokens"):
         np.testing.assert_allclose([row[key] for row in rows], [row[key] for row in others], rtol=1e-5, err_msg=key)
-    heldout = [[row["heldout_loss"] for row in some if "heldout_loss" in row] for some in (rows, others)]
-    np.testing.assert_allclose(*heldout, rtol=1e-5)
+    # A run that was continued has one more where it ended.
+    heldout = [(a["heldout_loss"], b["heldout_loss"]) for a, b in zip(rows, others, strict=True) if "heldout_loss" in b]
+    assert heldout
+    np.testing.assert_allclose(*np.transpose(heldout), rtol=1e-5)
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_el
     }
   });
   const bool has_refetched = num_refetched > 0;
-  if (!is_mapped) Check(has_refetched == (cache_bytes != INT64_MAX), "only what the cache cannot hold comes again");
+  if (way != Way::kMapped) Check(has_refetched == (cache_bytes != INT64_MAX), "only what the cache cannot hold comes again");
 }
 
 // What a client may not do is refused and counted, and the server goes on serving.

@@ -250,7 +250,7 @@ def test_native_on_another_platform_is_refused(monkeypatch):
 
 def test_missing_stale_and_broken_library(monkeypatch, tmp_path):
     library = tmp_path / "libfef.so"
-    monkeypatch.setattr(build, "library_path", lambda sanitize="": library)
+    monkeypatch.setattr(build, "library_path", lambda sanitize="", part="": library)
     native._load.cache_clear()
     with pytest.raises(native.NativeError, match="libfef.so is not built; run `python -m fef.native.build`"):
         resolve("native")
