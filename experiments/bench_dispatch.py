@@ -31,7 +31,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.flags import parse, run
+from experiments.flags import dispatcher_words, parse, run
 from fef import data, provenance, sharding, startup
 from fef.config import Config, ConfigError, config_hash
 from fef.dispatch import DISPATCHERS
@@ -81,10 +81,7 @@ def main(argv: list[str]) -> None:
 
 def _config(argv: list[str], name: str, steps: int) -> Config:
     """The configuration of the command line with another dispatcher."""
-    dispatcher, _, option = name.partition(":")
-    words = [f"--config.train.steps={steps}", f"--config.moe.dispatcher={dispatcher}"]
-    words += [f"--config.dispatch.{dispatcher}.{option}"] if option else []
-    return parse([*argv, *words], define)[0]
+    return parse([*argv, f"--config.train.steps={steps}", *dispatcher_words(name)], define)[0]
 
 
 def _setting(config: Config, words: list[str]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ import math
 import os
 import pathlib
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,7 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.flags import ROOT, parse_flags, run
+from experiments.flags import parse_flags, run
+from experiments.lab import Lab
 from fef import provenance, startup
 from fef.config import PoolConfig, UserError
 from fef.native import build, programs, ucx_files
@@ -56,7 +56,6 @@ JIT_SIZES = (4 * KIB, 64 * KIB, MIB)
 WAYS = ("memcpy", "mmap", "sockets", "tcp", "ucx", "rma")
 COMPARED = {"mmap": "memcpy", "tcp": "sockets", "rma": "ucx"}
 UCX_WINDOWS = ((16 * KIB, 32 * KIB), (MIB, MIB))  # chunk and window of an exchange over UCX
-NETLAB = ROOT / "scripts" / "netlab.sh"
 COLOURS = dict(zip(WAYS, ("#888888", "#1b7837", "#d95f02", "#2166ac", "#e7298a", "#7570b3"), strict=True))
 
 
@@ -120,38 +119,17 @@ def _ucx_environment(device: str) -> dict[str, str]:
     return ucx_files.settings() | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": device}
 
 
-class _Lab:
-    """Hosts behind shaped links, from `with` to its end, or to that of this program."""
+def _lab(hosts: int, mbit: int) -> Lab:
+    """Hosts behind one switch, from `with` to its end, or to that of this program."""
+    return Lab(f"fef-bench{os.getpid()}", hosts, f"leaves=1,oversub=0,nic={mbit}mbit")
 
-    def __init__(self, hosts: int, mbit: int):
-        self.settings = {
-            "P": f"fef-bench{os.getpid()}", "N": str(hosts), "LEAVES": "1", "NIC": str(mbit), "OVERSUB": "0",
-            "UPLINK": "", "NET": "10.77.0",
-        }  # fmt: skip
 
-    def __enter__(self) -> "_Lab":
-        environment = os.environ | self.settings
-        self._remover = subprocess.Popen(
-            ["sh", "-c", 'read _; exec "$0" down', NETLAB], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        done = subprocess.run([NETLAB, "up"], env=environment, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            self.__exit__()
-            raise UserError(f"the lab network of --parts: {done.stderr.strip()}")
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        assert self._remover.stdin is not None
-        self._remover.stdin.close()
-        self._remover.wait(60)
-
-    def start(self, host: int, command: Sequence[object], environment: dict[str, str]) -> programs.Program:
-        words = [str(NETLAB), "exec", str(host), "env", *(f"-u{name}" for name in self.settings), *map(str, command)]
-        return programs.Program(f"host {host}", words, environment | self.settings)
-
-    def address(self, host: int) -> str:
-        return f"10.77.0.{host + 1}"
+def _start(host: int, command: Sequence[object], environment: dict[str, str], lab: Lab | None) -> programs.Program:
+    """A program as one of two or more hosts: of the lab, or of this machine."""
+    words = list(map(str, command))
+    if lab is not None:
+        words, environment = lab.command(host, words), environment | lab.settings
+    return programs.Program(f"host {host}", words, environment)
 
 
 def _tell(hosts: Sequence[programs.Program], *words: object, answer: str, timeout_s: float = 60) -> list[list[str]]:
@@ -162,14 +140,12 @@ def _tell(hosts: Sequence[programs.Program], *words: object, answer: str, timeou
 
 
 @contextlib.contextmanager
-def _pair(sizes: Sequence[int], lab: _Lab | None = None) -> Iterator[dict[str, list[programs.Program]]]:
+def _pair(sizes: Sequence[int], lab: Lab | None = None) -> Iterator[dict[str, list[programs.Program]]]:
     """Owner and reader, connected and with a version published: under "pool", and with UCX under "rma"."""
     with contextlib.ExitStack() as stack:
 
         def start(host: int, words: Sequence[object], environment: dict[str, str]) -> programs.Program:
-            if lab is not None:
-                return stack.enter_context(lab.start(host, words, environment))
-            return stack.enter_context(programs.Program(f"host {host}", list(map(str, words)), environment))
+            return stack.enter_context(_start(host, words, environment, lab))
 
         program = programs.make(programs.BENCH / "pool_host.cc", _core(*programs.CORE))
         token, window = f"bench{os.getpid()}", PoolConfig().window_bytes
@@ -223,7 +199,7 @@ def _get(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
 
 
 def _shaped(repeats: int) -> list[dict[str, Any]]:
-    with _Lab(2, SHAPED_MBIT) as lab, _pair(SHAPED_SIZES, lab) as pairs:
+    with _lab(2, SHAPED_MBIT) as lab, _pair(SHAPED_SIZES, lab) as pairs:
         time.sleep(1)  # what the published version brings with it is fetched ahead
         rows = _time(pairs, SHAPED_SIZES, ("sockets", "tcp", "ucx", "rma"), repeats, budget=4 * MIB)
     for row in rows:
@@ -302,11 +278,11 @@ def _median_call(call: Callable[[], Any], count: int = 300) -> float:
 def _exchange(repeats: int) -> list[dict[str, Any]]:
     hosts, windows = range(EXCHANGE_HOSTS), (PoolConfig().window_bytes, PoolConfig().total_window_bytes)
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(_Lab(EXCHANGE_HOSTS, EXCHANGE_MBIT))
+        lab = stack.enter_context(_lab(EXCHANGE_HOSTS, EXCHANGE_MBIT))
         sources = _core("client.cc", "fabric.cc", "one_sided_reads.cc", "server.cc", "socket.cc")
         program = programs.make(programs.BENCH / "exchange_sockets.cc", sources)
         own = [
-            stack.enter_context(lab.start(h, [program, h, len(hosts), lab.address(h), MIB, *windows, "bench"], {}))
+            stack.enter_context(_start(h, [program, h, len(hosts), lab.address(h), MIB, *windows, "bench"], {}, lab))
             for h in hosts
         ]
         ports = [host.hear("at")[0] for host in own]
@@ -317,7 +293,7 @@ def _exchange(repeats: int) -> list[dict[str, Any]]:
         if ucx := _ucx():
             program = programs.make(programs.BENCH / "exchange_ucx.cc", ucx=ucx)
             over_ucx = [
-                stack.enter_context(lab.start(h, [program, h, len(hosts), MIB], _ucx_environment("eth0")))
+                stack.enter_context(_start(h, [program, h, len(hosts), MIB], _ucx_environment("eth0"), lab))
                 for h in hosts
             ]
             places = [host.hear("at")[0] for host in over_ucx]

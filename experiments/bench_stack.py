@@ -31,17 +31,14 @@ import tqdm
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments.flags import parse_flags, run
+from experiments.flags import dispatcher_words, override, parse_flags, run
 from fef import hosts, provenance, sharding, startup
-from fef.config import PoolConfig, UserError
-from fef.dispatch import DISPATCHERS
+from fef.config import Config, PoolConfig, UserError, validate
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
-from fef.ops.device import Device
-from fef.pool.ledger import TOKENS, WAITS, Units
+from fef.model import make_dispatcher
+from fef.pool.ledger import WAITS, bytes_received
 from fef.pool.pool import Pool
-from fef.pool.table import ExpertTable
-from fef.registry import scan
 from fef.routing import Assignment
 from fef.sharding import EXPERTS, REPLICATED, island, named
 from fef.testing.workloads import WORKLOADS, workload
@@ -80,7 +77,6 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")
     pool_config = PoolConfig()
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)
-    scan("fef.dispatch")
     mesh = sharding.make_mesh(values.members)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(Pool(mesh, pool_config))
@@ -176,25 +172,27 @@ class Stack:
 
 
 def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh) -> Dispatcher:
-    registered, _, option = name.partition(":")
-    kind = DISPATCHERS.get(registered)
-    if not kind.models_device:
-        raise UserError(f"--dispatchers: {registered} models no device time")
-    kind.check_platform("cpu")
-    key, _, value = option.partition("=")
-    options = kind.Options(**{key: value}) if option else kind.Options()
     flops = 18.0 * values.d_model * values.d_expert * cell[0] * values.choices / cell[1]
-    device = Device(flops, values.half_rows, values.values)
-    return kind(mesh, ExpertTable(values.experts, sharding.num_members(mesh)), device=device, options=options)
+    settings = {
+        "moe.num_experts": values.experts, "moe.num_choices": values.choices,
+        "device.flops": flops, "device.half_rows": values.half_rows, "device.values": values.values,
+    }  # fmt: skip
+    words = [f"--config.{key}={value}" for key, value in settings.items()]
+    config = override(Config(), [*dispatcher_words(name), *words])
+    validate(config)
+    dispatcher = make_dispatcher(config, mesh)
+    dispatcher.check_platform("cpu")
+    return dispatcher
 
 
 def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
     values = one.values
     units = one.dispatcher.units.for_shapes(values.d_model, values.d_expert)
-    sent_M = _bytes_received(one, units)
+    received_M = sum(of_MR.sum(1) for of_MR in bytes_received(one.moved_MLQP, values.members, units).values())
+    busiest = int(np.max(received_M))
     step_s = float(np.median(one.times_s[WARM_UP_STEPS:]))
     compute_s = values.layers * one.layer_s
-    wire_s = float(sent_M.max()) * 8 / (values.nic * 1e6)
+    wire_s = busiest * 8 / (values.nic * 1e6)
     return {
         "dispatcher": one.name,
         "tokens": one.tokens,
@@ -204,7 +202,7 @@ def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
         "utilisation": compute_s / step_s,
         "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
         "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
-        "bytes": int(sent_M.max()),
+        "bytes": busiest,
         "compute_ms": compute_s * 1e3,
         "wire_ms": wire_s * 1e3,
         "floor_ms": max(compute_s, wire_s) * 1e3,
@@ -221,23 +219,6 @@ def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
 _SETTING = (
     "workload", "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
 )  # fmt: skip
-
-
-def _bytes_received(one: Stack, units: Units) -> np.ndarray:
-    """(M,) bytes that each member receives in a step: what it reads, what its experts' gradients bring, half its rows.
-
-    Counts are of the member that moves something; of token rows half come to it and half leave it, and as many pass by
-    the homes' links the other way.
-    """
-    sizes_Q = np.array([units.of(purpose) for purpose in ("weights", "refetch", "gradients", "tokens", "metadata")])
-    bytes_MQP = (one.moved_MLQP.astype(np.int64).sum(1) * sizes_Q[:, None]).astype(np.int64)
-    members, _, positions = bytes_MQP.shape
-    home_P = np.arange(positions) // (positions // members)
-    reads_M = bytes_MQP[:, [0, 1]].sum((1, 2))
-    gradients_M = np.array([bytes_MQP[:, 2][:, home_P == m].sum() for m in range(members)])
-    rows_M = bytes_MQP[:, TOKENS].sum(1) / 2
-    served_M = np.array([bytes_MQP[:, TOKENS][:, home_P == m].sum() for m in range(members)]) / 2
-    return reads_M + gradients_M + rows_M + served_M
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -136,6 +136,12 @@ def parse_flags(argv: list[str], define: Define, *, doc: str = "") -> flags.Flag
     return values
 
 
+def dispatcher_words(name: str) -> list[str]:
+    """The flags of a dispatcher that is written as NAME or NAME:option=value."""
+    dispatcher, _, option = name.partition(":")
+    return [f"--config.moe.dispatcher={dispatcher}"] + ([f"--config.dispatch.{dispatcher}.{option}"] if option else [])
+
+
 def define_job(values: flags.FlagValues) -> None:
     """Adds the flags of a program that several hosts run together, each started by hand."""
     flags.DEFINE_string(

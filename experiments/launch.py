@@ -34,15 +34,12 @@ from typing import IO, Any
 
 from absl import flags
 
-from experiments.flags import ROOT, parse_flags, run
+from experiments.flags import parse_flags, run
+from experiments.lab import Lab
 from fef.config import UserError
 
-NETLAB = ROOT / "scripts" / "netlab.sh"
-LAB_PORT = 7711  # nothing else listens in a namespace of our own
-LAB_OPTIONS = {"leaves": "2", "nic": "1000mbit", "oversub": "4", "order": "leaf"}
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 DRAIN_S = 2.0  # for output that is still on its way when a host has ended
-NETLAB_S = 60.0
 # What Gloo prints of each connection, from several threads at once, piece by piece; no setting turns it off.
 _GLOO = re.compile(rb"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : ")
 _PR_SET_PDEATHSIG = 1
@@ -70,7 +67,7 @@ def main(argv: list[str]) -> int:
     try:
         with contextlib.ExitStack() as stack:
             lab = stack.enter_context(Lab(f"fef-{job}", values.hosts, values.lab)) if values.lab is not None else None
-            coordinator = lab.coordinator if lab else stack.enter_context(_reserved_port())
+            coordinator = lab.coordinator if lab else stack.enter_context(reserved_port())
             _say(f"job {job}: {values.hosts} hosts, coordinator {coordinator}")
             before = lab.bytes() if lab else []
             status = Hosts(command, values.hosts, coordinator, job, lab).wait()
@@ -93,89 +90,12 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[str]:
+def reserved_port() -> Iterator[str]:
     """A free port on loopback, which nobody but the coordinator of this job gets as long as this one is held."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{holder.getsockname()[1]}"
-
-
-class Lab:
-    """The lab network, from `with` to its end.
-
-    Args:
-      prefix: of its namespaces.
-      hosts: how many.
-      options: the text of --lab.
-
-    Raises:
-      UserError: an option that cannot be, or no right to build a lab.
-    """
-
-    def __init__(self, prefix: str, hosts: int, options: str):
-        chosen = _lab_options(options)
-        self.settings = {
-            "P": prefix, "N": str(hosts), "LEAVES": chosen["leaves"], "NIC": chosen["nic"],
-            "OVERSUB": chosen["oversub"], "ORDER": chosen["order"], "UPLINK": "", "NET": "10.77.0",
-        }  # fmt: skip
-        self.environment = os.environ | self.settings
-        self.coordinator = f"10.77.0.1:{LAB_PORT}"
-
-    def __enter__(self) -> "Lab":
-        # Its input ends when this program does, even by SIGKILL.
-        self._remover = subprocess.Popen(
-            ["sh", "-c", 'read _; exec "$0" down', NETLAB], env=self.environment, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            self._netlab("up")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        assert self._remover.stdin is not None
-        self._remover.stdin.close()
-        self._remover.wait(NETLAB_S)
-
-    def command(self, host: int, words: list[str]) -> list[str]:
-        """What runs `words` on a host."""
-        return [str(NETLAB), "exec", str(host), "env", *(f"-u{name}" for name in self.settings), *words]
-
-    def bytes(self) -> list[dict[str, int]]:
-        """Bytes on each host's link so far: sent and received by the host, with all headers."""
-        ports = re.findall(r"^h(\d+) in (\d+) out (\d+)$", self._netlab("bytes"), re.MULTILINE)
-        rows = [{"host": int(h), "sent_bytes": int(sent), "received_bytes": int(got)} for h, sent, got in ports]
-        return sorted(rows, key=lambda row: row["host"])
-
-    def _netlab(self, word: str) -> str:
-        done = subprocess.run(
-            [NETLAB, word],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=NETLAB_S,
-            start_new_session=True,
-        )
-        if done.returncode:
-            raise UserError(f"--lab: {done.stderr.strip() or f'netlab.sh {word} ended with {done.returncode}'}")
-        return done.stdout
-
-
-def _lab_options(text: str) -> dict[str, str]:
-    chosen = dict(LAB_OPTIONS)
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name not in chosen:
-            raise UserError(f"--lab={text}: unknown {name!r}; there are {', '.join(chosen)}")
-        chosen[name] = value
-    rate = re.fullmatch(r"(\d+)(mbit|gbit)", chosen["nic"])
-    if not rate:
-        raise UserError(f"--lab={text}: nic={chosen['nic']}: write a rate such as 100mbit or 1gbit")
-    chosen["nic"] = str(int(rate[1]) * (1000 if rate[2] == "gbit" else 1))
-    return chosen
 
 
 class Hosts:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from experiments.launch import reserved_port
 from fef import compat
 from fef.config import UserError
 from fef.rendezvous import Job, meet
@@ -15,11 +16,9 @@ from fef.rendezvous import Job, meet
 
 @pytest.fixture
 def address():
-    """An address on loopback where nothing listens, held as a launcher holds it."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{holder.getsockname()[1]}"
+    """An address on loopback where nothing listens."""
+    with reserved_port() as address:
+        yield address
 
 
 def meet_all(jobs, timeout_s):

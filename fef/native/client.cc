@@ -78,13 +78,8 @@ void Client::Stop() {
     std::lock_guard<std::mutex> lock(mutex_);
     is_stopping_ = true;
   }
-  Wake();
+  Ring(wake_.get());
   thread_.join();
-}
-
-void Client::Wake() {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
 }
 
 void Client::Send(int host, const Message& message, const std::string& payload, int fd) {
@@ -99,7 +94,7 @@ void Client::Send(int host, const Message& message, const std::string& payload, 
     Flush(host, peer);
     if (finished_.empty()) return;
   }
-  Wake();
+  Ring(wake_.get());
 }
 
 uint64_t Client::Read(int host, ReadRequest request) {
@@ -122,7 +117,7 @@ uint64_t Client::Read(int host, ReadRequest request) {
     }
     if (finished_.empty()) return ticket;
   }
-  Wake();
+  Ring(wake_.get());
   return ticket;
 }
 
@@ -158,8 +153,9 @@ void Client::Ask() {
 }
 
 uint64_t Client::InFlight() const {
+  const auto now = Clock::now();
   uint64_t in_flight = 0;
-  for (const auto& [host, peer] : peers_) in_flight += Clock::now() - peer.heard < kSilence ? peer.in_flight : 0;
+  for (const auto& [host, peer] : peers_) in_flight += now - peer.heard < kSilence ? peer.in_flight : 0;
   return in_flight;
 }
 

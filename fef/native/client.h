@@ -85,7 +85,6 @@ class Client {
   };
 
   void Run();
-  void Wake();
   void Pump();
   void Ask();
   uint64_t InFlight() const;

@@ -362,7 +362,7 @@ std::optional<Status> Domain::Read(const Version& version, int rank, int layer, 
   }
   for (int expert : missing) {
     const bool may_wait = !is_all && (!lent.empty() || num_awaited > 0);
-    if (!cache_.MakeRoom([this](const HostCache::Key& key) { return Distance(key); }, 0) && may_wait) break;
+    if (!MakeRoom(0) && may_wait) break;
     Fetch(state, version, layer, expert, /*is_awaited=*/true);
     ++num_awaited;
   }
@@ -384,14 +384,7 @@ Status Domain::Prefetch(const Version& version, int layer, const std::vector<int
   for (int expert : experts) {
     if (layer < 0 || layer >= shape_.layers || expert >= shape_.experts) continue;  // a hint is dropped, never refused
     const int home = shape_.home[expert];
-    if (!is_direct(home)) {
-      const HostCache::Key key{version.key(), layer, expert};
-      auto distance = [this](const HostCache::Key& key) { return Distance(key); };
-      const bool is_wanted = is_open_ && state != versions_.end() && (state->second.published >> home & 1) &&
-                             lost_[host_of_expert(expert)].empty() && cache_.Find(key) == nullptr;
-      if (is_wanted && cache_.MakeRoom(distance, Distance(key) + 1)) Fetch(state->second, version, layer, expert, false);
-      continue;
-    }
+    if (!is_direct(home) && is_open_ && state != versions_.end()) FetchIfRoom(state->second, version, layer, expert);
     if (!is_here(home)) continue;  // its pages are its home's to bring in
     for (int slot = 0; slot < shape_.slots; ++slot) {
       if (header(home, slot, layer)->version.load(std::memory_order_acquire) != version.key()) continue;

@@ -298,6 +298,8 @@ class Domain {
   int Distance(const HostCache::Key& key) const;
   int Urgency(const Version& version, int layer, int expert, bool is_awaited) const;
   void Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited);
+  bool MakeRoom(int min_distance);
+  bool FetchIfRoom(VersionState& state, const Version& version, int layer, int expert);
   void FetchAhead(VersionState& state, const Version& version);
   void RememberUse(const VersionState& state);
   void DropUnused();

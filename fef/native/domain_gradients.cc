@@ -302,10 +302,7 @@ void Domain::SumReady(Executor& executor) {
 }
 
 void Domain::SumReadyAlone() {
-  class Alone : public Executor {
-    void Schedule(std::function<void()>) override {}
-    int64_t Parallelism() const override { return 1; }
-  } executor;
+  CallerAlone executor;
   SumReady(executor);
 }
 

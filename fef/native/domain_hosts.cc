@@ -206,19 +206,31 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
   block.ticket = neighbourhood_.fabric->Read(host_of_expert(expert), std::move(request));
 }
 
+bool Domain::MakeRoom(int min_distance) {
+  return cache_.MakeRoom([this](const HostCache::Key& key) { return Distance(key); }, min_distance);
+}
+
+// Asks for a block of another host for which nobody waits yet, if it can be had and is not here. False when there is no
+// room for it.
+bool Domain::FetchIfRoom(VersionState& state, const Version& version, int layer, int expert) {
+  const int home = shape_.home[expert];
+  const HostCache::Key key{version.key(), layer, expert};
+  const bool is_wanted = !is_direct(home) && (state.published >> home & 1) && lost_[host_of_rank_[home]].empty() &&
+                         cache_.Find(key) == nullptr;
+  if (!is_wanted) return true;
+  if (!MakeRoom(Distance(key) + 1)) return false;
+  Fetch(state, version, layer, expert, /*is_awaited=*/false);
+  return true;
+}
+
 // Asks for what this host's members used last time, in the order in which they will come to it, as far as there is room.
 void Domain::FetchAhead(VersionState& state, const Version& version) {
   if (local_ranks_.empty() || !is_open_) return;
   const int step = state.is_backward ? -1 : 1;
   for (int layer = state.at_layer; layer >= 0 && layer < shape_.layers; layer += step) {
     for (int expert = 0; expert < shape_.experts; ++expert) {
-      const int home = shape_.home[expert];
-      const HostCache::Key key{version.key(), layer, expert};
-      const bool is_wanted = !is_direct(home) && (state.published >> home & 1) && lost_[host_of_rank_[home]].empty() &&
-                             last_used_[size_t(layer) * shape_.experts + expert] && cache_.Find(key) == nullptr;
-      if (!is_wanted) continue;
-      if (!cache_.MakeRoom([this](const HostCache::Key& key) { return Distance(key); }, Distance(key) + 1)) return;
-      Fetch(state, version, layer, expert, /*is_awaited=*/false);
+      if (!last_used_[size_t(layer) * shape_.experts + expert]) continue;
+      if (!FetchIfRoom(state, version, layer, expert)) return;
     }
   }
 }

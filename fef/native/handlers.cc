@@ -239,10 +239,15 @@ struct Place {
   }
 };
 
-std::vector<int> RequestedExperts(const Ints& ids) {
+std::vector<int> ToVector(const Ints& ints) {
+  return std::vector<int>(ints.typed_data(), ints.typed_data() + ints.element_count());
+}
+
+// Each expert once, in the order of the ids; those below 0 name none.
+std::vector<int> NamedExperts(const std::vector<int>& ids) {
   std::vector<int> experts;
-  for (size_t i = 0; i < ids.element_count(); ++i) {
-    if (ids.typed_data()[i] >= 0) experts.push_back(ids.typed_data()[i]);
+  for (int id : ids) {
+    if (id >= 0 && std::find(experts.begin(), experts.end(), id) == experts.end()) experts.push_back(id);
   }
   return experts;
 }
@@ -510,10 +515,7 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
 class GetTask : public Task {
  public:
   GetTask(const Place& place, int layer, std::vector<int> ids, char* out)
-      : place_(place), layer_(layer), ids_(std::move(ids)), out_(out) {
-    for (int id : ids_) {
-      if (id >= 0 && std::find(experts_.begin(), experts_.end(), id) == experts_.end()) experts_.push_back(id);
-    }
+      : place_(place), layer_(layer), ids_(std::move(ids)), experts_(NamedExperts(ids_)), out_(out) {
     place_.domain->Approach(place_.version, layer_, /*is_backward=*/false);
   }
 
@@ -541,9 +543,8 @@ class GetTask : public Task {
  private:
   const Place place_;
   const int layer_;
-  const std::vector<int> ids_;
+  const std::vector<int> ids_, experts_;
   char* const out_;
-  std::vector<int> experts_;
   std::vector<Loan> loans_;
 };
 
@@ -561,8 +562,7 @@ ffi::Future GetHandler(ffi::ThreadPool pool, Ints version, Ints member, Scalar l
                                    table.block_elems, " elements in ", bytes, " bytes, asked for ", elems, " in ",
                                    asked_bytes));
   }
-  std::vector<int> id_list(ids.typed_data(), ids.typed_data() + num_ids);
-  return Start(place, pool, std::make_shared<GetTask>(place, *layer.typed_data(), std::move(id_list),
+  return Start(place, pool, std::make_shared<GetTask>(place, *layer.typed_data(), ToVector(ids),
                                                       static_cast<char*>(blocks->untyped_data())));
 }
 XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
@@ -580,11 +580,12 @@ XLA_FFI_DEFINE_HANDLER(kGet, GetHandler,
 class AccumulateTask : public Task {
  public:
   AccumulateTask(const Place& place, ffi::RunId run, int layer, std::vector<int> ids, const float* blocks)
-      : place_(place), run_(run.run_id), layer_(layer), ids_(std::move(ids)), blocks_(blocks) {
-    for (int id : ids_) {
-      if (id >= 0 && std::find(experts_.begin(), experts_.end(), id) == experts_.end()) experts_.push_back(id);
-    }
-  }
+      : place_(place),
+        run_(run.run_id),
+        layer_(layer),
+        ids_(std::move(ids)),
+        experts_(NamedExperts(ids_)),
+        blocks_(blocks) {}
 
   std::optional<Status> Ready() override {
     return place_.domain->StageAdmitted(place_.version, place_.rank, run_, layer_, &stage_);
@@ -618,9 +619,8 @@ class AccumulateTask : public Task {
   const Place place_;
   const int64_t run_;
   const int layer_;
-  const std::vector<int> ids_;
+  const std::vector<int> ids_, experts_;
   const float* const blocks_;
-  std::vector<int> experts_;
   int stage_ = -1;
 };
 
@@ -635,8 +635,7 @@ ffi::Future AccumulateHandler(ffi::RunId run, ffi::ThreadPool pool, Ints version
                                    table.block_elems, " elements, sent were ", blocks.dimensions()[1]));
   }
   *token->typed_data() = 0.0f;
-  std::vector<int> id_list(ids.typed_data(), ids.typed_data() + ids.element_count());
-  return Start(place, pool, std::make_shared<AccumulateTask>(place, run, *layer.typed_data(), std::move(id_list),
+  return Start(place, pool, std::make_shared<AccumulateTask>(place, run, *layer.typed_data(), ToVector(ids),
                                                              blocks.typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kAccumulate, AccumulateHandler,
@@ -657,7 +656,7 @@ ffi::Error PrefetchHandler(Ints version, Ints member, Scalar layer, Ints ids, ff
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return ToError(status);
   PassOn(x, y);
-  return ToError(place.domain->Prefetch(place.version, *layer.typed_data(), RequestedExperts(ids)));
+  return ToError(place.domain->Prefetch(place.version, *layer.typed_data(), NamedExperts(ToVector(ids))));
 }
 XLA_FFI_DEFINE_HANDLER(
     kPrefetch, PrefetchHandler,

@@ -16,6 +16,13 @@ class Executor {
   virtual int64_t Parallelism() const = 0;
 };
 
+// No thread but the caller's.
+class CallerAlone : public Executor {
+ public:
+  void Schedule(std::function<void()>) override {}
+  int64_t Parallelism() const override { return 1; }
+};
+
 // Runs task(0) ... task(num_tasks - 1), in any order and possibly at once, and returns when all have ended. The
 // caller takes tasks too, so that this ends even if the executor never finds a free thread. Tasks must not throw.
 void ParallelFor(Executor& executor, int64_t num_tasks, const std::function<void(int64_t)>& task);

@@ -32,20 +32,14 @@ Status Server::Start(const std::string& address, const std::string& unix_name, i
   if (Status status = ListenUnix(unix_name, &unix_); !status.ok()) return status;
   epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
   stop_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  for (int fd : {tcp_.get(), unix_.get(), stop_.get()}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = fd;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
-  }
+  for (int fd : {tcp_.get(), unix_.get(), stop_.get()}) WatchInput(epoll_.get(), fd);
   thread_ = std::thread([this] { Run(); });
   return Status::Ok();
 }
 
 void Server::Stop() {
   if (!thread_.joinable()) return;
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(stop_.get(), &one, sizeof(one));
+  Ring(stop_.get());
   thread_.join();
 }
 
@@ -83,10 +77,7 @@ void Server::Accept(int listener, bool is_unix) {
     auto connection = std::make_unique<Connection>();
     connection->socket = std::move(socket);
     connection->is_unix = is_unix;
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = fd;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    WatchInput(epoll_.get(), fd);
     connections_[fd] = std::move(connection);
   }
 }

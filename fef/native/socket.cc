@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -80,6 +81,18 @@ Descriptor::~Descriptor() {
 }
 
 void SetNonBlocking(int fd) { fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK); }
+
+void WatchInput(int epoll, int fd) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = fd;
+  epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
+}
+
+void Ring(int eventfd) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(eventfd, &one, sizeof(one));
+}
 
 Status ListenTcp(const std::string& address, Descriptor* listener, int* port) {
   sockaddr_in where;

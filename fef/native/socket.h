@@ -48,6 +48,10 @@ Status ConnectUnix(const std::string& name, Descriptor* socket);
 Status ReadAll(int socket, void* data, size_t num_bytes, double deadline_s);
 Status WriteAll(int socket, const void* data, size_t num_bytes, double deadline_s);
 void SetNonBlocking(int fd);
+// `epoll` tells, by its number, when fd has something to be read.
+void WatchInput(int epoll, int fd);
+// Wakes who waits for the eventfd.
+void Ring(int eventfd);
 
 // Bytes, and descriptors, on their way out.
 class Outbox {

@@ -147,8 +147,8 @@ def read_an_old_version(mesh, pool):
     versions = [blocks.publish_unread(number) for number in range(1, 9)]
     ids = np.ones((mesh.size, 1), np.int32)
     get = jax.jit(lambda published: programs.get_all(mesh, published, 1, ids, ELEMS)).lower(versions[0]).compile()
+    before = pool.refused  # the other host may read as soon as it has passed the barrier
     hosts.barrier("have compiled")
-    before = pool.refused
     if hosts.is_main():
         try:
             jax.block_until_ready(get(versions[2]))

@@ -5,13 +5,9 @@ import pathlib
 import shlex
 import subprocess
 
-from fef.native import build
+from fef.native import build, programs
 
-SOURCES = (
-    "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "domain_one_sided.cc", "fabric.cc",
-    "host_cache.cc", "liveness.cc", "memory_segment.cc", "one_sided_reads.cc", "parallel.cc", "pool.cc", "server.cc",
-    "socket.cc", "task.cc",
-)  # fmt: skip
+SOURCES = (*programs.CORE, "liveness.cc", "pool.cc", "task.cc")
 TESTS = ("pool_test", "hosts_test", "kill_test")
 FOLDER = pathlib.Path(__file__).parents[1] / "native"
 

@@ -1,12 +1,12 @@
 """A pool over several processes: what each of them does when another one dies, stops or strays."""
 
+import contextlib
 import json
 import os
 import pathlib
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +15,7 @@ import time
 import pytest
 from needs import UCX_EMULATED, needs_lab
 
+from experiments.launch import reserved_port
 from fef.pool.ledger import PURPOSES
 
 PROGRAM = pathlib.Path(__file__).with_name("host_program.py")
@@ -73,14 +74,12 @@ class Host:
 def start():
     """Starts the hosts of a job, with one transport or each its own; what runs at the end of the test is killed."""
     started = []
+    reserved = contextlib.ExitStack()
 
     def start(scenario, *transports, num_hosts=2, devices_per_host=1, deadline_s=60.0):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         environment = os.environ | {
-            "FEF_COORDINATOR": f"127.0.0.1:{port}", "FEF_NUM_PROCESSES": str(num_hosts),
-            "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
+            "FEF_COORDINATOR": reserved.enter_context(reserved_port()), "FEF_NUM_PROCESSES": str(num_hosts),
+            "FEF_JOB": "test", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
         } | UCX_EMULATED  # fmt: skip
         for number in range(num_hosts):
             own = environment | {"FEF_TRANSPORT": transports[number % len(transports)]}
@@ -91,6 +90,7 @@ def start():
     for host in started:
         host.process.kill()
         host.process.wait()
+    reserved.close()
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,12 @@ def test_a_host_that_is_killed_is_named_by_the_others(start, transport, number):
         assert "Traceback" not in err
 
 
+def stop(host):
+    """Returns when none of its threads runs any more."""
+    host.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, host.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def tell(host):
     host.process.stdin.write("go\n")
     host.process.stdin.flush()
@@ -127,7 +133,7 @@ def test_a_read_from_a_dead_home_names_what_was_read(start, transport):
     home.process.wait()
     tell(reader)
     status, err = reader.end()
-    assert status == 75
+    assert status == 75, err
     gone = r"host 1 \(rank 1\) is gone: its connection (was closed|broke); its 20000 bytes are missing"
     assert re.search(BLOCK + gone, err), err
 
@@ -137,10 +143,10 @@ def test_a_read_from_a_host_that_is_silent_ends_at_the_deadline(start, transport
     reader, home = start("read_what_was_not_fetched_ahead", transport, deadline_s=3.0)
     for host in (reader, home):
         host.wait_for("published")
-    home.process.send_signal(signal.SIGSTOP)
+    stop(home)
     tell(reader)
     status, err = reader.end()
-    assert status == 1
+    assert status == 1, err
     assert re.search(rf"PoolTimeoutError: {BLOCK}host 1 \(rank 1\) has not sent its 20000 bytes within 3 s", err), err
 
 
@@ -158,7 +164,7 @@ def test_a_host_that_is_stopped_and_wakes_is_waited_for(start):
     reader, home = start("read_for_ever", "tcp")
     for host in (reader, home):
         host.wait_for("step")
-    home.process.send_signal(signal.SIGSTOP)
+    stop(home)
     time.sleep(1)
     home.process.send_signal(signal.SIGCONT)
     while not reader.lines.empty():
@@ -178,7 +184,7 @@ def test_exit_with_reads_pending(start):
 def test_hosts_that_do_not_fit_are_refused_with_both_values(start):
     for host in start("read_for_ever", "tcp", "mmap"):
         status, err = host.end()
-        assert status == 2
+        assert status == 2, err
         assert re.search(r"error: pool: transport 'tcp' on host 0 \(.*\), 'mmap' on host 1 \(.*\); give all", err)
 
 

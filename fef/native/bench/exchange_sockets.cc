@@ -14,11 +14,8 @@ namespace {
 
 constexpr double kDeadlineS = 60;
 
-struct Host {
-  int me, num_hosts;
-  size_t block_bytes;
-  int round = 0;
-  std::vector<std::vector<uint64_t>> mine, theirs;  // by the other host
+struct Host : fef_bench::Blocks {
+  using Blocks::Blocks;
   std::mutex mutex;
   std::condition_variable changed;
   int num_missing = 0;
@@ -61,12 +58,7 @@ struct Host {
 int main(int argc, char** argv) {
   using namespace fef_bench;
   if (argc != 8) Fail("wants ME NUM_HOSTS ADDRESS BLOCK_BYTES WINDOW_BYTES TOTAL_WINDOW_BYTES TOKEN");
-  Host host;
-  host.me = std::atoi(argv[1]);
-  host.num_hosts = std::atoi(argv[2]);
-  host.block_bytes = size_t(std::atoll(argv[4]));
-  host.mine.assign(host.num_hosts, std::vector<uint64_t>(host.block_bytes / 8));
-  host.theirs = host.mine;
+  Host host(std::atoi(argv[1]), std::atoi(argv[2]), size_t(std::atoll(argv[4])));
   const fef::Window window{uint64_t(std::atoll(argv[5])), uint64_t(std::atoll(argv[6]))};
   fef::Fabric fabric({host.me, host.num_hosts, 1, argv[7]}, window,
                      {[](const fef::Message&, const std::string&, fef::Descriptor) {},
@@ -91,19 +83,14 @@ int main(int argc, char** argv) {
       if (fef::Status status = fabric.Connect(endpoints, is_mapped, kDeadlineS); !status.ok()) Fail(status.message);
       Say("connected");
     } else if (words[0] == "prepare") {
-      host.round = std::atoi(words[1].c_str());
-      for (int other = 0; other < host.num_hosts; ++other) Fill(&host.mine[other], Key(host.me, other, host.round));
+      host.Prepare(std::atoi(words[1].c_str()));
       Say("ready");
     } else if (words[0] == "go") {
       SleepUntil(std::atof(words[1].c_str()));
       begin = Now();
       host.Exchange(fabric);
       const double end = Now();
-      int64_t wrong = 0;
-      for (int other = 0; other < host.num_hosts; ++other) {
-        if (other != host.me) wrong += CountWrong(host.theirs[other], Key(other, host.me, host.round));
-      }
-      Say("took", begin, end, wrong);
+      Say("took", begin, end, host.CountAllWrong());
     } else {
       Fail("unknown command " + words[0]);
     }

@@ -33,10 +33,9 @@ void FreeRequest(void* request, ucs_status_t status, void*) {
   ucp_request_free(request);
 }
 
-struct Host {
-  int me = 0, num_hosts = 0, round = 0;
-  uint64_t block_bytes = 0, chunk_bytes = 0, window_bytes = 0;
-  std::vector<std::vector<uint64_t>> mine, theirs;  // by the other host
+struct Host : Blocks {
+  using Blocks::Blocks;
+  uint64_t chunk_bytes = 0, window_bytes = 0;
   std::vector<uint64_t> asked, here;
   std::vector<ucp_ep_h> endpoints;
   ucp_worker_h worker = nullptr;
@@ -131,22 +130,6 @@ struct Host {
   }
 };
 
-std::string ToHex(const void* data, size_t length) {
-  std::string text;
-  for (size_t i = 0; i < length; ++i) {
-    char two[3];
-    std::snprintf(two, sizeof(two), "%02x", static_cast<const unsigned char*>(data)[i]);
-    text += two;
-  }
-  return text;
-}
-
-std::string FromHex(const std::string& text) {
-  std::string bytes;
-  for (size_t i = 0; i + 1 < text.size(); i += 2) bytes += char(std::stoi(text.substr(i, 2), nullptr, 16));
-  return bytes;
-}
-
 ucp_worker_h OpenWorker(Host* host) {
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES;
@@ -174,12 +157,7 @@ ucp_worker_h OpenWorker(Host* host) {
 
 int main(int argc, char** argv) {
   if (argc != 4) Fail("wants ME NUM_HOSTS BLOCK_BYTES");
-  Host host;
-  host.me = std::atoi(argv[1]);
-  host.num_hosts = std::atoi(argv[2]);
-  host.block_bytes = uint64_t(std::atoll(argv[3]));
-  host.mine.assign(host.num_hosts, std::vector<uint64_t>(host.block_bytes / 8));
-  host.theirs = host.mine;
+  Host host(std::atoi(argv[1]), std::atoi(argv[2]), size_t(std::atoll(argv[3])));
   host.endpoints.resize(host.num_hosts);
   host.worker = OpenWorker(&host);
   int worker_fd;
@@ -193,7 +171,7 @@ int main(int argc, char** argv) {
   ucp_address_t* address;
   size_t length;
   Must(ucp_worker_get_address(host.worker, &address, &length), "ucp_worker_get_address");
-  Say("at", ToHex(address, length));
+  Say("at", ToHex(std::string(reinterpret_cast<const char*>(address), length)));
   while (true) {
     std::vector<std::string> words;
     host.Serve(epoll, Now() + kHearMs / 1e3, 100, [&] { return host.lines.Poll(&words); });
@@ -208,8 +186,7 @@ int main(int argc, char** argv) {
       }
       Say("connected");
     } else if (words[0] == "prepare") {
-      host.round = std::atoi(words[1].c_str());
-      for (int other = 0; other < host.num_hosts; ++other) Fill(&host.mine[other], Key(host.me, other, host.round));
+      host.Prepare(std::atoi(words[1].c_str()));
       host.asked.assign(host.num_hosts, 0);
       host.here = host.asked;
       Say("ready");
@@ -223,11 +200,7 @@ int main(int argc, char** argv) {
       for (int i = 1; i < host.num_hosts; ++i) host.Pump((host.me + i) % host.num_hosts);
       host.Serve(epoll, begin + kDeadlineS, 100, [&] { return host.IsComplete(); });
       const double end = Now();
-      int64_t wrong = 0;
-      for (int other = 0; other < host.num_hosts; ++other) {
-        if (other != host.me) wrong += CountWrong(host.theirs[other], Key(other, host.me, host.round));
-      }
-      Say("took", begin, end, wrong);
+      Say("took", begin, end, host.CountAllWrong());
     } else {
       Fail("unknown command " + words[0]);
     }

@@ -113,6 +113,51 @@ inline int64_t CountWrong(const std::vector<uint64_t>& block, uint64_t key) {
   return wrong;
 }
 
+// What a host of an exchange holds for each other one, and has from it; both by the other's number.
+struct Blocks {
+  Blocks(int me, int num_hosts, size_t block_bytes)
+      : me(me),
+        num_hosts(num_hosts),
+        block_bytes(block_bytes),
+        mine(size_t(num_hosts), std::vector<uint64_t>(block_bytes / 8)),
+        theirs(mine) {}
+
+  void Prepare(int new_round) {
+    round = new_round;
+    for (int other = 0; other < num_hosts; ++other) Fill(&mine[other], Key(me, other, round));
+  }
+
+  int64_t CountAllWrong() const {
+    int64_t wrong = 0;
+    for (int other = 0; other < num_hosts; ++other) {
+      if (other != me) wrong += CountWrong(theirs[other], Key(other, me, round));
+    }
+    return wrong;
+  }
+
+  const int me, num_hosts;
+  const size_t block_bytes;
+  int round = 0;
+  std::vector<std::vector<uint64_t>> mine, theirs;
+};
+
+// Bytes that are no text, as a word of a line.
+inline std::string ToHex(const std::string& bytes) {
+  std::string text;
+  for (unsigned char byte : bytes) {
+    char two[3];
+    std::snprintf(two, sizeof(two), "%02x", byte);
+    text += two;
+  }
+  return text;
+}
+
+inline std::string FromHex(const std::string& text) {
+  std::string bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2) bytes += char(std::stoi(text.substr(i, 2), nullptr, 16));
+  return bytes;
+}
+
 }  // namespace fef_bench
 
 #endif  // FEF_BENCH_LINES_H_

@@ -37,12 +37,6 @@ void Must(const fef::Status& status) {
   if (!status.ok()) Fail(status.message);
 }
 
-class Threads : public fef::Executor {
- public:
-  void Schedule(std::function<void()>) override {}  // the caller copies all by itself
-  int64_t Parallelism() const override { return 1; }
-};
-
 // A fabric with a domain for each size: one expert, whose home is rank 0 on host 0; rank 1 is on host 1.
 class Side {
  public:
@@ -95,7 +89,7 @@ class Side {
     fef::Domain& domain = *domains_[table];
     const fef::Version version{kIncarnation, ++last_published_[table], 0};
     if (version.counter > 1) Must(domain.Release({kIncarnation, version.counter - 1, 0}, 0));
-    Threads executor;
+    fef::CallerAlone executor;
     Must(domain.Publish(
         version, 0, version.counter,
         [&](int, int, char* block) {
@@ -128,7 +122,7 @@ class Side {
   void Done(int table, int* last_done, int counter) {
     fef::Domain& domain = *domains_[table];
     while (*last_done < counter) Must(domain.Release({kIncarnation, ++*last_done, 0}, 1));
-    Threads executor;
+    fef::CallerAlone executor;
     Must(domain.Publish({kIncarnation, counter, 0}, 1, counter, [](int, int, char*) {}, executor));
   }
 

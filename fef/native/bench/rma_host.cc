@@ -28,22 +28,6 @@ void Must(ucs_status_t status, const char* what) {
   if (status != UCS_OK) Fail(std::string(what) + ": " + ucs_status_string(status));
 }
 
-std::string ToHex(const std::string& bytes) {
-  std::string text;
-  for (unsigned char byte : bytes) {
-    char two[3];
-    std::snprintf(two, sizeof(two), "%02x", byte);
-    text += two;
-  }
-  return text;
-}
-
-std::string FromHex(const std::string& text) {
-  std::string bytes;
-  for (size_t i = 0; i + 1 < text.size(); i += 2) bytes += char(std::stoi(text.substr(i, 2), nullptr, 16));
-  return bytes;
-}
-
 // A reader that does nothing but UCX's own calls, and spins.
 class Plain {
  public:

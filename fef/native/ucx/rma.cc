@@ -58,12 +58,7 @@ Status Rma::Start() {
   if (!status.ok()) return status;
   epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
   wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  for (int fd : {worker_fd, wake_.get()}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.fd = fd;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
-  }
+  for (int fd : {worker_fd, wake_.get()}) WatchInput(epoll_.get(), fd);
   thread_ = std::thread([this] { Run(); });
   return Status::Ok();
 }
@@ -76,7 +71,7 @@ void Rma::Close() {
     is_stopping_ = true;
   }
   if (thread_.joinable()) {
-    Wake();
+    Ring(wake_.get());
     thread_.join();
   }
   if (!is_drained_) return;  // UCX may still write to where a read was to go: its worker is left behind
@@ -90,11 +85,6 @@ void Rma::Close() {
   if (context_ != nullptr) ucp_cleanup(std::exchange(context_, nullptr));
 }
 
-void Rma::Wake() {
-  const uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
-}
-
 Status Rma::Do(const std::function<Status()>& work) {
   std::promise<Status> result;
   {
@@ -102,7 +92,7 @@ Status Rma::Do(const std::function<Status()>& work) {
     if (is_stopping_) return Status::Error(Code::kPoolClosed, "rma: the pool was closed");
     work_.push_back([&] { result.set_value(work()); });
   }
-  Wake();
+  Ring(wake_.get());
   return result.get_future().get();
 }
 
@@ -208,7 +198,7 @@ void Rma::Get(int host, int segment, uint64_t offset, uint64_t num_bytes, char* 
           Post(peer, from, key, num_bytes, destination, deadline_s, done);
         });
       }
-      return Wake();
+      return Ring(wake_.get());
     }
   }
   done(Status::Error(Code::kPoolClosed, "rma: the pool was closed"));

@@ -66,7 +66,6 @@ class Rma : public OneSided {
   Rma() = default;
   Status Start();
   void Run();
-  void Wake();
   // Runs `work` on the thread and waits for it.
   Status Do(const std::function<Status()>& work);
   void Post(Peer* peer, uint64_t from, ucp_rkey_h key, uint64_t num_bytes, char* destination, double deadline_s,

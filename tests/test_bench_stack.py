@@ -1,0 +1,60 @@
+"""bench_stack on two virtual devices: its rows by hand, and what it refuses."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import bench_stack
+
+ROOT = pathlib.Path(__file__).parent.parent
+SHAPE = ["--members=2", "--experts=4", "--d_model=16", "--d_expert=8", "--steps=1", "--workload=balanced"]
+BLOCK_BYTES, ROW_BYTES = 3 * 16 * 8 * 4, 16 * 4
+
+
+def bench(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.bench_stack", *SHAPE, *words],
+        cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_rows_and_their_table(tmp_path):
+    path = tmp_path / "rows.json"
+    done = bench("--cells=32:0.05", "--nic=1", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert done.stdout.rstrip().endswith(bench_stack.table(rows))
+    assert [row["dispatcher"] for row in rows] == [
+        "all_to_all", "all_to_all:form=shifted", "all_gather", "pooled"
+    ]  # fmt: skip
+    blocks = 2 * 2 * BLOCK_BYTES  # layers, remote experts
+    # 16 of a member's 64 rows go to each expert, without padding: 32 cross 4 times a layer. Half of the crossings come
+    # to the member, and as many of the other member's.
+    tokens = 2 * 4 * 32 * ROW_BYTES
+    metadata = 2 * 2 * 4
+    wanted = {"all_to_all": tokens + metadata, "all_gather": 2 * blocks, "pooled": 3 * blocks}  # mapped: read twice
+    for row in rows:
+        assert row["bytes"] == wanted[row["dispatcher"].partition(":")[0]], row["dispatcher"]
+        assert row["max_loss_difference"] <= 1e-6 and row["compute_ms"] == 100
+        assert row["wire_ms"] == pytest.approx(row["bytes"] * 8 / 1e3)
+        assert row["floor_ms"] == max(100, row["wire_ms"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--cells=32", "--cells: '32': write T:SECONDS"),
+        ("--cells=32:nan", "--cells: '32:nan': write T:SECONDS"),
+        ("--dispatchers=reference", "the reference dispatcher models no device time"),
+        ("--dispatchers=all_to_al", "config.moe.dispatcher='all_to_al'"),
+        ("--dispatchers=all_to_all:form=round", "must be one of native, shifted"),
+    ],
+)
+def test_what_cannot_be_is_one_line(word, message):
+    done = bench(word)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and message in line
