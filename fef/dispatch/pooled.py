@@ -74,19 +74,24 @@ class Pooled(Dispatcher):
         return sharding.TOKENS
 
     @property
+    def block_dtype(self) -> str:
+        """How blocks are stored."""
+        return self.dtype
+
+    @property
     def units(self) -> UnitSizes:
-        return UnitSizes(weight_bytes=jnp.dtype(self.dtype).itemsize, gradient_bytes=4)
+        return UnitSizes(weight_bytes=jnp.dtype(self.block_dtype).itemsize, gradient_bytes=4)
 
     def prepare(self, runs: list[Experts]) -> Published:
         runs = [run if run.w_gate_PDF.ndim == 4 else jax.tree.map(lambda w: w[None], run) for run in runs]
         d_model, d_expert = runs[0].w_gate_PDF.shape[2:]
         num_layers = sum(run.w_gate_PDF.shape[0] for run in runs)
         shapes = ((d_model, d_expert), (d_model, d_expert), (d_expert, d_model))
-        handle_2 = pools.current().table("experts", num_layers, self.table, shapes, self.dtype)
+        handle_2 = pools.current().table("experts", num_layers, self.table, shapes, self.block_dtype)
         arrays = tuple(w for run in runs for w in (run.w_gate_PDF, run.w_up_PDF, run.w_down_PFD))
 
         def body(handle_2: jax.Array, *arrays: jax.Array) -> tuple:
-            version_4, chain = publish(handle_2, arrays, _NUM_PARTS, self.dtype)
+            version_4, chain = publish(handle_2, arrays, _NUM_PARTS, self.block_dtype)
             return version_4[None], chain[None]
 
         layers_first = PartitionSpec(None, "expert")

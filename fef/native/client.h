@@ -34,6 +34,7 @@ struct Spot {
 struct ReadRequest {
   Message what;             // kRead; offset and length are filled in chunk by chunk
   Spot spot;                // for one-sided reads
+  bool is_requested = false;  // never one-sided
   char* destination = nullptr;
   uint64_t num_bytes = 0;
   int urgency = 0;  // the smallest first; equals in their order

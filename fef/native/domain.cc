@@ -154,8 +154,8 @@ Status Domain::FindVersion(const Version& version, const char* op, VersionState*
   return Status::Ok();
 }
 
-void Domain::Count(VersionState& state, int rank, int layer, Purpose purpose, int expert) const {
-  ++state.counts[((size_t(rank) * shape_.layers + layer) * kNumPurposes + purpose) * shape_.experts + expert];
+void Domain::Count(VersionState& state, int rank, int layer, Purpose purpose, int expert, int units) const {
+  state.counts[((size_t(rank) * shape_.layers + layer) * kNumPurposes + purpose) * shape_.experts + expert] += units;
 }
 
 bool Domain::IsStaged(uint64_t key) const {
@@ -176,6 +176,7 @@ Domain::VersionState& Domain::CreateVersion(const Version& version) {
       const bool is_over = old->second.released == all_ranks() || old->second.run != latest_run_;
       if (is_over && !IsStaged(old->first)) {
         last_forgotten_ = std::max(last_forgotten_, old->first);
+        ForgetFlights(old->first);
         old = versions_.erase(old);
       } else {
         ++old;

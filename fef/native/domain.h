@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "fabric.h"
+#include "flight.h"
 #include "host_cache.h"
 #include "memory_segment.h"
 #include "parallel.h"
@@ -75,7 +76,7 @@ struct Version {
 
 // Columns of the ledger, in the order of fef/pool/ledger.py.
 enum Purpose { kWeights, kRefetch, kGradients, kTokens, kMetadata, kNumPurposes };
-enum WaitKind { kWaitPublished, kWaitStage, kWaitClosed, kNumWaitKinds };
+enum WaitKind { kWaitPublished, kWaitStage, kWaitClosed, kWaitTokens, kNumWaitKinds };
 
 class Domain;
 
@@ -117,6 +118,7 @@ class Domain {
   const TableShape& shape() const { return shape_; }
   double deadline_s() const { return deadline_s_; }
   bool is_home(int expert) const { return is_here(shape_.home[expert]); }  // of this host
+  std::vector<int> ExpertsOf(int rank) const;  // that live there, ascending
   int64_t num_refused() const { return num_refused_; }  // reads by this host's members, refused here
 
   // Copies `rank`'s blocks of all layers into free slots and makes them readable. `copy_block(layer, local, dst)`
@@ -161,6 +163,20 @@ class Domain {
   Status SendGradients(const Version& version, int rank, int layer, int stage, const std::vector<int>& experts,
                        Executor& executor);
 
+  // `rank` takes part in a flight of its layer, as all members do, and sends its rows, of `width` floats at `rows`,
+  // which stay there until it leaves. The pool's results for a layer's n-th flight of a kind are of all members' n-th.
+  Status Depart(const Version& version, int rank, int layer, bool is_backward, const Assignments& assignments,
+                bool is_deduplicated, const float* rows, int64_t width, Executor& executor,
+                std::shared_ptr<Flight>* flight);
+  // Pollable, as above: whether all rows are here that visit `rank`; whether what it has sent is back, and its own
+  // visitors have what they came for.
+  std::optional<Status> Arrived(const Flight& flight, int rank) const;
+  std::optional<Status> Returned(const Flight& flight, int rank) const;
+  std::string DescribeFlight(const Flight& flight, int rank) const;
+  // `rank` has computed its visitors' rows; what `service` points to stays until it leaves.
+  void Serve(const std::shared_ptr<Flight>& flight, int rank, const Flight::Service& service, Executor& executor);
+  void LeaveFlight(const std::shared_ptr<Flight>& flight, int rank);
+
   // `rank` sends nothing more under this version and reads it no more.
   Status CloseVersion(const Version& version, int rank);
   // Hands over the sums of all of `rank`'s blocks, null where nobody sent one. Once, after AllClosed.
@@ -197,6 +213,7 @@ class Domain {
     std::vector<char> was_read;                        // [rank][layer][expert]
     std::vector<double> waits_us;                      // [rank][layer][kind]
     std::map<std::pair<int, int>, int> uses;           // (layer, microbatch) -> stages opened here
+    std::map<std::tuple<int, int, bool, int>, int> flights;  // (layer, microbatch, is_backward, rank) -> flights begun
     std::vector<char> was_fetched;                     // [layer][expert], from another host
     std::map<int, std::vector<int32_t>> slots;         // by rank of a host that is read one-sided: its slots [layer]
     int at_layer = 0;                                  // where this host's members are
@@ -259,7 +276,7 @@ class Domain {
   Status Forgotten(const Version& version, const char* op) const;
   Status FindVersion(const Version& version, const char* op, VersionState** state);
   VersionState& CreateVersion(const Version& version);
-  void Count(VersionState& state, int rank, int layer, Purpose purpose, int expert) const;
+  void Count(VersionState& state, int rank, int layer, Purpose purpose, int expert, int units = 1) const;
   bool IsStaged(uint64_t key) const;
   size_t headers_bytes() const;
   Status TakeSlots(int rank, int num_slots);
@@ -297,6 +314,22 @@ class Domain {
   bool LeaseSlot(const Version& version, int layer, int expert, Lease* lease);
   int Distance(const HostCache::Key& key) const;
   int Urgency(const Version& version, int layer, int expert, bool is_awaited) const;
+  Message About(Kind kind, const FlightKey& key) const;
+  std::string WhereOf(const FlightKey& key) const;
+  std::shared_ptr<Flight> FlightOf(const FlightKey& key);
+  void Welcome(Flight::Guest& guest, int rank, const Parcel& parcel) const;
+  Status Absent(const Flight& flight, int host) const;
+  void ForgetFlights(uint64_t version_key);
+  void CountSending(VersionState& state, int rank, const FlightKey& key, int host, const Sending& sending) const;
+  void OnFlight(const Message& message, const std::string& payload);
+  void TakeParcel(const std::shared_ptr<Flight>& flight, const Message& message, const std::string& payload);
+  void TakeServed(const std::shared_ptr<Flight>& flight, const Message& message, const std::string& payload);
+  void ReadRows(const std::shared_ptr<Flight>& flight, int host, int rank, Region region, int64_t num_rows, float* to,
+                std::function<void()> done);
+  Status ReadFlight(const Message& read, std::string* bytes) const;
+  Status SumResults(Flight& flight, int rank, Executor& executor) const;
+  std::optional<Status> FlightFailure(const Flight& flight) const;
+  void EraseIfOver(const std::shared_ptr<Flight>& flight);
   void Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited);
   bool MakeRoom(int min_distance);
   bool FetchIfRoom(VersionState& state, const Version& version, int layer, int expert);
@@ -333,6 +366,7 @@ class Domain {
   int64_t latest_run_ = 0;
   std::vector<Stage> stages_;
   std::map<ManifestKey, std::vector<std::pair<Message, std::string>>> early_;  // for stages not yet opened here
+  std::map<FlightKey, std::shared_ptr<Flight>> flights_;
   HostCache cache_;
   std::vector<char> last_used_;  // [layer][expert] of other hosts, by the version that was closed last
   uint64_t stages_opened_ = 0;

@@ -1,21 +1,15 @@
 // The way of gradients through a domain: admitted to a stage, written there, summed when all are in, collected.
 #include <algorithm>
 #include <cstring>
-#include <new>
 
 #include "domain.h"
+#include "floats.h"
 
 namespace fef {
 
 namespace {
 
 constexpr int64_t kSumChunk = 16384;  // floats per summing task: fits the L1/L2 caches of source and destination
-
-std::unique_ptr<float[]> Allocate(size_t elems) { return std::unique_ptr<float[]>(new (std::nothrow) float[elems]); }
-
-Status NoMemory(const std::string& what, size_t elems) {
-  return Status::Error(Code::kResourceExhausted, what, ": no memory for ", elems * sizeof(float), " bytes");
-}
 
 }  // namespace
 
@@ -247,6 +241,7 @@ void Domain::TakeGradient(Stage& stage, const Message& message) {
   request.what = About(Kind::kRead, stage);
   request.what.rank = source;
   request.what.expert = expert;
+  request.what.region = Region::kGradient;
   request.what.stage = message.stage;
   if (is_one_sided()) request.spot = SpotOfGradient(host, index);
   request.destination = reinterpret_cast<char*>(stage.fetched.back().get());

@@ -19,7 +19,7 @@ Message Domain::About(Kind kind, const Version& version) const {
 
 Message Domain::About(Kind kind, const Stage& stage) const {
   const auto& [version_key, layer, microbatch] = *stage.key;
-  Message message = About(kind, {incarnation_, int32_t(uint32_t(version_key)), microbatch});
+  Message message = About(kind, Version{incarnation_, int32_t(uint32_t(version_key)), microbatch});
   message.layer = layer;
   message.use = stage.use;
   return message;
@@ -34,7 +34,7 @@ void Domain::Announce(Kind kind, const Version& version, int rank, const std::st
 }
 
 void Domain::SendSegment(int rank, const MemorySegment& segment) {
-  Message message = About(Kind::kSegment, {incarnation_, 0, 0});
+  Message message = About(Kind::kSegment, Version{incarnation_, 0, 0});
   message.rank = rank;
   for (int host : hosts_) {
     if (host != me_ && neighbourhood_.fabric->is_mapped(host)) {
@@ -106,6 +106,8 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
     if (stage == nullptr) return;
     stage->taken |= 1ull << message.host;
     FreeIfDone(*stage);
+  } else if (message.kind == Kind::kTokens || message.kind == Kind::kServed || message.kind == Kind::kReceived) {
+    OnFlight(message, payload);
   }
   changed_.notify_all();
 }
@@ -118,8 +120,9 @@ Status Domain::OnRead(const Message& read, std::string* bytes) {
   };
   std::lock_guard<std::mutex> lock(mutex_);
   if (Status status = CheckOpen(version, "get"); !status.ok()) return status;
-  const uint64_t block_bytes =
-      read.stage < 0 ? uint64_t(shape_.block_bytes()) : uint64_t(shape_.block_elems) * sizeof(float);
+  if (read.region == Region::kRows || read.region == Region::kResults) return ReadFlight(read, bytes);
+  const uint64_t block_bytes = read.region == Region::kBlock ? uint64_t(shape_.block_bytes())
+                                                             : uint64_t(shape_.block_elems) * sizeof(float);
   if (read.layer < 0 || read.layer >= shape_.layers || read.expert < 0 || read.expert >= shape_.experts) {
     return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
                   shape_.experts, " experts");
@@ -129,8 +132,8 @@ Status Domain::OnRead(const Message& read, std::string* bytes) {
     return refuse(Code::kInvalidArgument, ": ", read.length, " bytes at ", read.offset, " are not in a block of ",
                   block_bytes);
   }
-  if (read.stage >= 0) {
-    const bool is_there = read.stage < int(stages_.size()) && read.rank >= 0 && read.rank < int(local_ranks_.size());
+  if (read.region == Region::kGradient) {
+    const bool is_there = read.stage >= 0 && read.stage < int(stages_.size()) && read.rank >= 0 && read.rank < int(local_ranks_.size());
     const Stage* stage = is_there ? &stages_[read.stage] : nullptr;
     const StageKey key{version.key(), read.layer, version.microbatch};
     if (stage == nullptr || stage->key != key || stage->use != read.use || !stage->outgoing[read.expert].is_sent) {

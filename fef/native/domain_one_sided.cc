@@ -12,7 +12,7 @@ Status Domain::Offer(int rank, const MemorySegment& segment, size_t begin, size_
   SegmentKey key;
   Status status = neighbourhood_.fabric->one_sided()->Register(segment.data() + begin, end - begin, &key);
   if (!status.ok()) return status;
-  Message message = About(Kind::kKey, {incarnation_, 0, 0});
+  Message message = About(Kind::kKey, Version{incarnation_, 0, 0});
   message.rank = rank;
   message.offset = begin;
   std::string payload(reinterpret_cast<const char*>(&key.address), sizeof(key.address));

@@ -84,7 +84,7 @@ void Fabric::Broadcast(const Message& message) {
 }
 
 uint64_t Fabric::Read(int host, ReadRequest request) {
-  if (one_sided_reads_ != nullptr) return one_sided_reads_->Add(host, std::move(request));
+  if (one_sided_reads_ != nullptr && !request.is_requested) return one_sided_reads_->Add(host, std::move(request));
   return client_.Read(host, std::move(request));
 }
 

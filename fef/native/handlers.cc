@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device.h"
+#include "fluid_ffn.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "pool.h"
@@ -27,6 +28,7 @@ namespace {
 
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::BufferR1<ffi::S32>;
+using Vector = ffi::BufferR1<ffi::F32>;
 
 // The threads of XLA's CPU backend. With virtual devices that pool has more threads than there are cores; a helper
 // without a core of its own only takes cache from the others.
@@ -511,6 +513,99 @@ XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
                            .Attr<double>("half_rows")
                            .Attr<bool>("has_values"));
 
+FluidCall MakeFluidCall(const Place& place, ffi::RunId run, int32_t ordinal, const Scalar& layer, const Floats& x_TD,
+                        const Floats& x_MD, const Floats& g_MF, const Ints& token_N, const Vector& weight_N,
+                        const Ints& rows_E, const Ints& is_visiting_E, const Device& device, bool is_deduplicated) {
+  FluidCall call;
+  call.ffn = MakeFfnCall(place, run, ordinal, layer, x_MD, g_MF, rows_E, device);
+  call.ffn.num_rows = int64_t(token_N.element_count());
+  call.assignments = {token_N.typed_data(), weight_N.typed_data(), rows_E.typed_data(), is_visiting_E.typed_data(),
+                      x_TD.dimensions()[0]};
+  call.room = x_MD.dimensions()[0] - call.ffn.num_rows;
+  call.is_deduplicated = is_deduplicated;
+  return call;
+}
+
+// chain, x_TD, token_N, weight_N, rows_E, is_visiting_E -> y_TD, and for the backward pass x_MD, y_MD, g_MF, u_MF.
+ffi::Future FluidFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
+                            Scalar layer, Token, Floats x, Ints token, Vector weight, Ints rows, Ints is_visiting,
+                            ffi::Result<Floats> y, ffi::Result<Floats> x_MD, ffi::Result<Floats> y_MD,
+                            ffi::Result<Floats> g_MF, ffi::Result<Floats> u_MF, double flops, double half_rows,
+                            bool has_values, bool is_deduplicated) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
+  const FluidCall call = MakeFluidCall(place, run, ordinal, layer, x, *x_MD, *g_MF, token, weight, rows, is_visiting,
+                                       {flops, half_rows, has_values}, is_deduplicated);
+  return Start(place, pool,
+               FluidFfn(call, x.typed_data(), y->typed_data(),
+                        {x_MD->typed_data(), y_MD->typed_data(), g_MF->typed_data(), u_MF->typed_data()}));
+}
+XLA_FFI_DEFINE_HANDLER(kFluidFfn, FluidFfnHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::ThreadPool>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Scalar>()
+                           .Arg<Token>()
+                           .Arg<Floats>()
+                           .Arg<Ints>()
+                           .Arg<Vector>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Ret<Floats>()
+                           .Ret<Floats>()
+                           .Ret<Floats>()
+                           .Ret<Floats>()
+                           .Ret<Floats>()
+                           .Attr<double>("flops")
+                           .Attr<double>("half_rows")
+                           .Attr<bool>("has_values")
+                           .Attr<bool>("is_deduplicated"));
+
+// chain, dy_TD, x_MD, y_MD, g_MF, u_MF, token_N, weight_N, rows_E, is_visiting_E -> dx_TD, dweight_N, token.
+ffi::Future FluidFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
+                                    Scalar layer, Token, Floats dy, Floats x_MD, Floats y_MD, Floats g_MF, Floats u_MF,
+                                    Ints token, Vector weight, Ints rows, Ints is_visiting, ffi::Result<Floats> dx,
+                                    ffi::Result<Vector> dweight, ffi::Result<Token> done, double flops,
+                                    double half_rows, bool has_values, bool is_deduplicated) {
+  Place place;
+  if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
+  *done->typed_data() = 0.0f;
+  const FluidCall call = MakeFluidCall(place, run, ordinal, layer, dy, x_MD, g_MF, token, weight, rows, is_visiting,
+                                       {flops, half_rows, has_values}, is_deduplicated);
+  return Start(place, pool,
+               FluidFfnBackward(call, dy.typed_data(),
+                                {x_MD.typed_data(), y_MD.typed_data(), g_MF.typed_data(), u_MF.typed_data()},
+                                dx->typed_data(), dweight->typed_data()));
+}
+XLA_FFI_DEFINE_HANDLER(kFluidFfnBackward, FluidFfnBackwardHandler,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::RunId>()
+                           .Ctx<ffi::ThreadPool>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Arg<Scalar>()
+                           .Arg<Token>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Floats>()
+                           .Arg<Ints>()
+                           .Arg<Vector>()
+                           .Arg<Ints>()
+                           .Arg<Ints>()
+                           .Ret<Floats>()
+                           .Ret<Vector>()
+                           .Ret<Token>()
+                           .Attr<double>("flops")
+                           .Attr<double>("half_rows")
+                           .Attr<bool>("has_values")
+                           .Attr<bool>("is_deduplicated"));
+
 // Waits for all blocks and copies them.
 class GetTask : public Task {
  public:
@@ -703,6 +798,8 @@ const Registration fef_registrations[] = {
     {"fef_await_closed", kAwaitClosed},
     {"fef_pooled_ffn", kPooledFfn},
     {"fef_pooled_ffn_backward", kPooledFfnBackward},
+    {"fef_fluid_ffn", kFluidFfn},
+    {"fef_fluid_ffn_backward", kFluidFfnBackward},
     {"fef_get", kGet},
     {"fef_accumulate", kAccumulate},
     {"fef_prefetch", kPrefetch},

@@ -129,7 +129,8 @@ bool Server::Receive(Connection& connection) {
     while (connection.in.size() - at >= sizeof(Message)) {
       Message message;
       std::memcpy(&message, connection.in.data() + at, sizeof(message));
-      if (message.magic != kMagic || message.payload_bytes > kMaxPayloadBytes) {
+      const uint32_t max_bytes = connection.host < 0 ? kMaxPayloadBytes : kMaxParcelBytes;
+      if (message.magic != kMagic || message.payload_bytes > max_bytes) {
         ++num_refused_;
         return false;
       }

@@ -11,6 +11,7 @@ namespace fef {
 
 constexpr uint32_t kMagic = 0x31666566;             // "fef1"
 constexpr uint32_t kMaxPayloadBytes = 1u << 20;     // of anything that is believed
+constexpr uint32_t kMaxParcelBytes = 1u << 27;      // of what a host of the job says
 constexpr uint32_t kChunkBytes = 32 << 10;          // of one read request
 
 // A host reads from another over two connections, so that a request never waits behind bulk data.
@@ -26,9 +27,20 @@ enum class Kind : uint16_t {
   kManifest,   // of a stage; payload: the experts, int32 each, that will get a gradient from this host
   kGradient,   // one of these is made; `stage` and `rank`, an index among the host's members, say where it lies
   kSummed,     // the host has taken what it needs from a stage
+  kTokens,     // in a flight `rank` sends rows of `offset` floats; payload: the parcel
+  kServed,     // what became of the rows that `rank`, a member of the receiving host, has sent; payload: the dot products
+  kReceived,   // `rank` has the results of its rows
   kRead,       // asks for `length` bytes at `offset` of a block
   kData,       // the answer; payload: the bytes, or the text of an error if `code` is not 0
   kBye,        // an orderly end
+};
+
+// What a read asks for.
+enum class Region : int32_t {
+  kBlock,     // of an expert's weights
+  kGradient,  // of an expert; `stage` and `rank`, an index among the host's members, say where it lies
+  kRows,      // that `rank` has sent to the asking host
+  kResults,   // of the rows of `rank`, a member of the asking host
 };
 
 struct Message {
@@ -39,7 +51,9 @@ struct Message {
   int32_t table = 0, group = 0;
   int32_t incarnation = 0, counter = 0, microbatch = 0;  // the version
   int32_t layer = 0, use = 0, rank = -1, expert = -1;
-  int32_t stage = -1;  // of a read: the stage that holds a gradient, -1 for weights
+  int32_t stage = -1;
+  Region region = Region::kBlock;
+  int32_t is_backward = 0;  // of a flight
   int32_t code = 0;
   uint32_t length = 0;
   uint64_t offset = 0;
@@ -47,7 +61,7 @@ struct Message {
   uint32_t payload_bytes = 0;
   uint32_t is_hint = 0;  // of a read: nobody waits for it (yet)
 };
-static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 88);
+static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 96);
 
 inline std::string ToBytes(const Message& message, const std::string& payload = {}) {
   Message copy = message;

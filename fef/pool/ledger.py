@@ -10,7 +10,7 @@ import numpy as np
 
 PURPOSES = ("weights", "refetch", "gradients", "tokens", "metadata")
 WEIGHTS, REFETCH, GRADIENTS, TOKENS, METADATA = range(len(PURPOSES))
-WAITS = ("published", "stage", "closed")
+WAITS = ("published", "stage", "closed", "tokens")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""fluid: for each expert and step, the weights come to the tokens or the tokens go to the weights, whichever is cheaper.
+
+A member chooses by itself, from its own counts (`fef.fabric.cost`). Experts it reads are those of `pooled`. Rows for the
+others it leaves where it is; their homes read them, compute, and leave the results, which it reads back: exact rows, no
+padding, and one row per token and host however many of its experts live there. A member has room for a bounded number
+of visiting rows; what would exceed it is read as weights, so nothing is dropped.
+
+Payload per member and layer, forward and backward: reads as in `pooled`, and 4 (rows sent) D b.
+
+Blocks and rows are float32 on the way, also for models of other types.
+
+Source of the two ways: J. Liu et al., "Janus: A Unified Distributed Training Framework for Sparse Mixture-of-Experts
+Models", 2023, section 3, which chooses one of them for a whole layer, before the run.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fef.config import Section, UserError, knob
+from fef.dispatch import DISPATCHERS
+from fef.dispatch.pooled import Pooled, Published
+from fef.fabric import calibration, cost
+from fef.ops.fluid_ffn import Settings, fluid_ffn
+from fef.ops.grouped_matmul import resolve
+from fef.ops.permute import sort_by_expert
+from fef.routing import Assignment
+
+
+@DISPATCHERS.register("fluid")
+class Fluid(Pooled):
+    """Moves weights or tokens, expert by expert, whichever is cheaper."""
+
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Options(Section):
+        mode: str = knob("auto", "run", "what flows; auto chooses", choices=("auto", "weights", "tokens"))
+        cost: str = knob("time", "run", "what auto makes least: time exposed, or bytes", choices=("time", "bytes"))
+        calibration: str = knob("", "run", "file that experiments.calibrate has written; empty: nominal rates")
+        room: float = knob(2.0, "run", "rows that can visit a member, as a multiple of its own; the rest is read", ge=0)
+        deduplicate: bool = knob(True, "run", "a token's row goes to a host once, however many of its experts live there")
+
+    @property
+    def block_dtype(self) -> str:
+        return "float32"
+
+    def __call__(self, x_TD: jax.Array, assignment: Assignment, experts: Published, layer: jax.Array) -> tuple:
+        if resolve(self.matmul) != "native":
+            raise UserError(f"config.dispatch.matmul={self.matmul}: fluid computes in the native library; use auto")
+        order = sort_by_expert(assignment, self.table.num_experts)
+        num_rows, num_members = order.order_N.shape[0], self.table.num_members
+        quota = int(self.options.room * num_rows / max(num_members - 1, 1)) if self.options.mode != "weights" else 0
+        is_visited_E = self.choose(order.counts_E, jax.lax.axis_index("expert"), experts.widths, quota)
+        weight_N = jnp.where(assignment.valid_N, assignment.weight_N, 0.0)[order.order_N]
+        room = quota * (num_members - 1)
+        settings = Settings(experts.widths[1], room, self.options.deduplicate, self.device)
+        y_TD = fluid_ffn(
+            experts.version_M4[0], experts.chain_M[0], layer, x_TD.astype(jnp.float32),
+            assignment.token_N[order.order_N], weight_N, order.counts_E, is_visited_E.astype(jnp.int32), settings,
+        )  # fmt: skip
+        return y_TD.astype(x_TD.dtype), self.moved()
+
+    def choose(self, rows_E: jax.Array, rank: jax.Array, widths: tuple[int, int], quota: int) -> jax.Array:
+        """(E,) bool: the experts to which this member's rows go, from its rows of each and its rank."""
+        d_model, d_expert = widths
+        layer = cost.Layer(self.table, self.units.for_shapes(d_model, d_expert), 18.0 * d_model * d_expert)
+        if self.options.mode == "weights" or quota == 0:
+            return jnp.zeros(rows_E.shape, bool)
+        if self.options.mode == "tokens":
+            is_visited_E = (jnp.asarray(self.table.home_E) != rank) & (rows_E > 0)
+        elif self.options.cost == "bytes":
+            is_visited_E = cost.visit_by_bytes(rows_E, rank, layer)
+        else:
+            path = self.options.calibration
+            rates = calibration.load(path) if path else calibration.NOMINAL
+            is_visited_E = cost.visit_by_time(rows_E, rank, layer, rates)
+        return cost.within_quota(is_visited_E, rows_E, layer, quota)

@@ -1,0 +1,63 @@
+"""What the cost model knows of the machines: links and devices, as they were measured once.
+
+Letters: R members.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from fef.config import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Rates of a group of members. Choices depend on nothing else that was measured: equal files, equal choices.
+
+    Attributes:
+      bytes_per_s: payload that one member receives from another host, or sends there, in a second.
+      latency_s: from asking for a few bytes to having them.
+      flops: rate of a large GEMM of one member, FLOP/s.
+      half_rows: rows at which a GEMM has half of that rate.
+      measured: where and how, for people.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    flops: float
+    half_rows: float
+    measured: str = ""
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes it as JSON, whole or not at all."""
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        unfinished.replace(path)
+
+
+# Of no machine: what choices go by when nothing was measured.
+NOMINAL = Calibration(bytes_per_s=1.25e9, latency_s=50e-6, flops=1e11, half_rows=32.0, measured="nominal")
+
+
+def load(path: str | pathlib.Path) -> Calibration:
+    """Reads what `Calibration.save` has written.
+
+    Raises:
+      UserError: no such file, or not a calibration; names the file, the field and its value.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(pathlib.Path(path).read_text())
+        calibration = Calibration(**fields)
+    except OSError as error:
+        raise UserError(f"calibration {path}: {error.strerror}; python -m experiments.calibrate writes one") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"calibration {path}: {error}; python -m experiments.calibrate writes a new one") from None
+    for name in ("bytes_per_s", "latency_s", "flops", "half_rows"):
+        value = getattr(calibration, name)
+        lowest = 0.0 if name in ("latency_s", "half_rows") else np.finfo(np.float32).tiny
+        if not isinstance(value, int | float) or not lowest <= value < np.inf:
+            raise UserError(f"calibration {path}: {name}={value!r}: must be a number from {lowest:.2g} up")
+    return calibration

@@ -1,0 +1,122 @@
+"""What flows: for each remote expert of a member, the tokens or the weights.
+
+Letters: E experts, R members.
+
+Weights hide under compute and tokens do not: rows leave when the router has chosen, and their results are waited for.
+So the time of a layer in which the experts of a set W are read and the others visited is taken to be
+
+    max(compute, bytes of W / rate) + bytes of rows / rate + latency
+
+    compute = the busiest member's GEMMs
+    bytes of W    = |W| (block + gradient)
+    bytes of rows = 4 (rows of the others) D b         there and back, forward and backward
+    latency       = 4 reads, if any row leaves
+
+With the experts in the order of the member's own rows, most rows first, W is the first k of them, and k is the best of
+all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the full rate. What others do is not known when a member
+chooses; it is taken that they choose as this one, and have its rows: a visited expert then sees R times as many, at its
+home alone, and one that is read sees these rows at every member.
+
+By bytes, each expert is a matter of its own: its rows' bytes or its weights', whichever are fewer.
+
+A member leaves at most `quota` rows for each home; of what exceeds it, the experts with most rows are read. So visitors
+have a bounded place, and nothing is ever dropped.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fef.fabric.calibration import Calibration
+from fef.pool.ledger import Units
+from fef.pool.table import ExpertTable
+
+CROSSINGS = 4  # of a row: x there, y back, dy there, dx back
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What the experts of a layer cost.
+
+    Attributes:
+      table: homes of the experts.
+      units: bytes of a block, of its gradient, of a row.
+      flops_per_row: of an expert FFN, forward and backward.
+    """
+
+    table: ExpertTable
+    units: Units
+    flops_per_row: float
+
+    @property
+    def weight_bytes(self) -> int:
+        """To read an expert and to send its gradient."""
+        return self.units.block_bytes + self.units.gradient_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row on all its ways."""
+        return CROSSINGS * self.units.row_bytes
+
+
+def visit_by_bytes(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Array:
+    """(E,) bool: whose rows have fewer bytes than the weights.
+
+    Args:
+      rows_E: (E,) int32, this member's rows of each expert.
+      rank: () int32, this member.
+      layer: costs.
+    """
+    fewest_read = -(-layer.weight_bytes // layer.row_bytes)  # rows at which reading costs no more
+    return _is_remote(rows_E, rank, layer) & (rows_E < fewest_read)
+
+
+def visit_by_time(rows_E: jax.Array, rank: jax.Array, layer: Layer, calibration: Calibration) -> jax.Array:
+    """(E,) bool: the choice with the least time of the layer; see the head of this file. Arguments as above."""
+    is_remote_E = _is_remote(rows_E, rank, layer)
+    order_E = jnp.argsort(-rows_E, stable=True)
+    num_read = jnp.argmin(layer_seconds(rows_E, order_E, is_remote_E, layer, calibration))
+    place_E = jnp.zeros_like(order_E).at[order_E].set(jnp.arange(order_E.shape[0]))
+    return is_remote_E & (place_E >= num_read)
+
+
+def layer_seconds(
+    rows_E: jax.Array, order_E: jax.Array, is_remote_E: jax.Array, layer: Layer, calibration: Calibration
+) -> jax.Array:
+    """(E + 1,) float32: the layer's time when the first k experts of `order_E` are read, k = 0 ... E."""
+    num_members = layer.table.num_members
+    rows_E, is_remote_E, home_E = rows_E[order_E], is_remote_E[order_E], jnp.asarray(layer.table.home_E)[order_E]
+
+    def gemm_seconds(rows: jax.Array) -> jax.Array:
+        return (rows + calibration.half_rows) * (rows > 0) * (layer.flops_per_row / calibration.flops)
+
+    read_E1 = gemm_seconds(rows_E)[:, None]
+    visited_ER = gemm_seconds(num_members * rows_E)[:, None] * jax.nn.one_hot(home_E, num_members)
+    compute_k = (_first(read_E1) + visited_ER.sum(0) - _first(visited_ER)).max(1)
+    wire_k = _first(is_remote_E * (layer.weight_bytes / calibration.bytes_per_s))
+    rows_sent_k = (rows_E * is_remote_E).sum() - _first(rows_E * is_remote_E)
+    exposed_k = rows_sent_k * (layer.row_bytes / calibration.bytes_per_s)
+    exposed_k += (rows_sent_k > 0) * (CROSSINGS * calibration.latency_s)
+    return jnp.maximum(compute_k, wire_k) + exposed_k
+
+
+def _first(values_E: jax.Array) -> jax.Array:
+    """Sums of the first 0 ... E."""
+    return jnp.concatenate([jnp.zeros_like(values_E[:1]), jnp.cumsum(values_E, axis=0)])
+
+
+def within_quota(is_visited_E: jax.Array, rows_E: jax.Array, layer: Layer, quota: int) -> jax.Array:
+    """(E,) bool: `is_visited_E` without the experts with most rows of a home that would get more than `quota` rows."""
+    order_E = jnp.argsort(-rows_E, stable=True)
+    home_ER = jnp.asarray(np.eye(layer.table.num_members, dtype=np.int32)[layer.table.home_E])
+    sent_ER = (jnp.where(is_visited_E, rows_E, 0)[:, None] * home_ER)[order_E]
+    left_ER = jnp.cumsum(sent_ER[::-1], axis=0)[::-1]  # of this expert and all with fewer rows
+    left_E = (left_ER * home_ER[order_E]).sum(1)
+    return is_visited_E & jnp.zeros_like(is_visited_E).at[order_E].set(left_E <= quota)
+
+
+def _is_remote(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Array:
+    """Experts of other members, with rows."""
+    return (jnp.asarray(layer.table.home_E) != rank) & (rows_E > 0)
