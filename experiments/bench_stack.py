@@ -79,10 +79,13 @@ def main(argv: list[str]) -> None:
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)
     mesh = sharding.make_mesh(values.members)
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(Pool(mesh, pool_config))
         rows = []
         for cell in cells:
-            stacks = [Stack(name, cell, values, mesh) for name in dict.fromkeys(values.dispatchers)]
+            stacks = []
+            for name in dict.fromkeys(values.dispatchers):
+                # Each has a pool of its own, which fetches ahead what this one has used.
+                pool = stack.enter_context(Pool(mesh, pool_config))
+                stacks.append(Stack(name, cell, values, mesh))
             turns = [one for _ in range(WARM_UP_STEPS + values.steps) for one in stacks]
             with tqdm.tqdm(turns, desc=f"T={cell[0]}", unit="step", disable=None if hosts.is_main() else True) as bar:
                 for one in bar:
@@ -234,7 +237,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        waits = f"{row['wait_ms']:,.0f}" if row["dispatcher"].startswith("pooled") else "\N{EN DASH}"
+        waits = f"{row['wait_ms']:,.0f}" if row["dispatcher"].startswith(("pooled", "fluid")) else "\N{EN DASH}"
         cells = [f"{row['tokens']:,}", f"{row['layer_s']:g}", f"`{row['dispatcher']}`", f"{row['step_ms']:,.0f}"]
         cells += [f"{100 * row['utilisation']:.1f} %", f"{row['floor_ms']:,.0f}", waits, f"{row['bytes'] / 1e6:.1f}"]
         lines.append("| " + " | ".join([*cells, f"{row['max_loss_difference']:.1e}"]) + " |")

@@ -137,9 +137,9 @@ def parse_flags(argv: list[str], define: Define, *, doc: str = "") -> flags.Flag
 
 
 def dispatcher_words(name: str) -> list[str]:
-    """The flags of a dispatcher that is written as NAME or NAME:option=value."""
-    dispatcher, _, option = name.partition(":")
-    return [f"--config.moe.dispatcher={dispatcher}"] + ([f"--config.dispatch.{dispatcher}.{option}"] if option else [])
+    """The flags of a dispatcher that is written as NAME or NAME:option=value:option=value."""
+    dispatcher, *options = name.split(":")
+    return [f"--config.moe.dispatcher={dispatcher}", *(f"--config.dispatch.{dispatcher}.{text}" for text in options)]
 
 
 def define_job(values: flags.FlagValues) -> None:

@@ -131,13 +131,15 @@ void Client::Hurry(int host, uint64_t ticket, int urgency) {
   current = urgency;
 }
 
-// Asks for the next chunks of the most urgent reads, whichever host has them, as far as the windows go.
+// Asks for the next chunks of the most urgent reads, whichever host has them, as far as the windows go; of reads that
+// are equally urgent, from the host that owes least.
 void Client::Ask() {
   for (uint64_t in_flight = InFlight(); in_flight < window_.total_bytes;) {
     Peer* chosen = nullptr;
     for (auto& [host, peer] : peers_) {
       if (peer.is_lost || peer.in_flight >= window_.host_bytes || peer.queue.empty()) continue;
-      if (chosen == nullptr || *peer.queue.begin() < *chosen->queue.begin()) chosen = &peer;
+      const auto rank = [](const Peer& p) { return std::make_pair(p.queue.begin()->first, p.in_flight); };
+      if (chosen == nullptr || rank(peer) < rank(*chosen)) chosen = &peer;
     }
     if (chosen == nullptr) return;
     ReadRequest& request = chosen->reads.at(chosen->queue.begin()->second).request;

@@ -358,7 +358,7 @@ void Domain::ReadRows(const std::shared_ptr<Flight>& flight, int host, int rank,
   request.is_requested = true;
   request.destination = reinterpret_cast<char*>(to);
   request.num_bytes = uint64_t(num_rows * flight->width) * sizeof(float);
-  request.urgency = (host - me_ + num_hosts_) % num_hosts_ - num_hosts_;
+  request.urgency = -1;
   request.done = [this, flight, done = std::move(done), num_bytes = request.num_bytes](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (status.ok()) {

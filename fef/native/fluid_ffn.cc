@@ -127,8 +127,8 @@ class FluidTask : public Ffn {
   std::optional<Status> Ready() override {
     if (!this->fault_.ok()) return this->fault_;
     if (!has_departed_) return Status::Ok();
-    const auto prerequisite = this->Prerequisite();
-    if (!prerequisite || !prerequisite->ok() || IsServing() || this->HasUnsent()) return prerequisite;
+    if (!this->is_staged_) return this->Admitted();
+    if (IsServing() || this->HasUnsent()) return Status::Ok();
     if (!has_visitors_) {
       if (const auto arrived = visitors_.Arrived()) {
         have_arrived_ = true;
@@ -140,12 +140,12 @@ class FluidTask : public Ffn {
   }
 
   std::string Describe() const override {
-    if (const std::string text = this->DescribePrerequisite(); !text.empty()) return text;
+    if (!this->is_staged_) return this->call_.domain->DescribeStages();
     return this->is_over() ? visitors_.Describe() : Ffn::Describe();
   }
 
   void Waited(double microseconds) override {
-    this->CountWait(this->is_over() ? kWaitTokens : kWaitPublished, microseconds);
+    this->CountWait(!this->is_staged_ ? kWaitStage : this->is_over() ? kWaitTokens : kWaitPublished, microseconds);
   }
 
  protected:
@@ -191,8 +191,8 @@ class FluidTask : public Ffn {
 class ForwardBase : public FfnForward {
  protected:
   using FfnForward::FfnForward;
-  std::optional<Status> Prerequisite() { return Status::Ok(); }
-  std::string DescribePrerequisite() const { return {}; }
+  static constexpr bool is_staged_ = true;  // a forward pass has no gradients
+  std::optional<Status> Admitted() const { return Status::Ok(); }
   bool HasUnsent() const { return false; }
 };
 
@@ -251,9 +251,6 @@ class Forward : public FluidTask<ForwardBase> {
 class BackwardBase : public FfnBackward {
  protected:
   using FfnBackward::FfnBackward;
-  std::optional<Status> Prerequisite() { return is_staged_ ? Status::Ok() : Admitted(); }
-  std::string DescribePrerequisite() const { return is_staged_ ? std::string() : call_.domain->DescribeStages(); }
-
   bool is_staged_ = false;
 };
 
@@ -274,11 +271,6 @@ class Backward : public FluidTask<BackwardBase> {
     if (fault_.ok() && (rows_ == nullptr || results_ == nullptr)) {
       fault_ = NoMemory("fluid_ffn", num_rows * call.ffn.d_model);
     }
-  }
-
-  void Waited(double microseconds) override {
-    if (is_staged_) FluidTask::Waited(microseconds);
-    else CountWait(kWaitStage, microseconds);
   }
 
   Status Work(Executor& executor, bool* is_done) override {
