@@ -138,7 +138,7 @@ def measure(configs: dict[str, Config], setting: dict[str, Any]) -> list[dict[st
     place = sharding.named(mesh, sharding.TOKENS)
     corpus = data.load_corpus(config.data)
     with contextlib.ExitStack() as stack:
-        if any(other.moe.dispatcher == "pooled" for other in configs.values()):
+        if any(DISPATCHERS.get(other.moe.dispatcher).uses_pool for other in configs.values()):
             stack.enter_context(Pool(mesh, config.pool))
         loader = data.make_loader(corpus.train, config.data.seq_len, config.data.batch_size, config.data.seed)
         stack.callback(loader.close)

@@ -18,6 +18,7 @@ first member's device had nothing to do but to wait in the pool. `max loss diffe
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import time
@@ -36,6 +37,8 @@ from fef import hosts, provenance, sharding, startup
 from fef.config import Config, PoolConfig, UserError, validate
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
+from fef.fabric import calibration
+from fef.fabric.measure import measure
 from fef.model import make_dispatcher
 from fef.pool.ledger import WAITS, bytes_received
 from fef.pool.pool import Pool
@@ -115,6 +118,9 @@ class Stack:
         self.name, self.values, self.mesh = name, values, mesh
         self.tokens, self.layer_s = cell
         self.dispatcher = _dispatcher(name, cell, values, mesh)
+        self.rates = None
+        if self.dispatcher.needs_rates(self.dispatcher.options):
+            self.rates = measure(mesh, values.d_model, values.d_expert, self.dispatcher.device)
         key = jax.random.key(0)
         shape = (values.members * self.tokens, values.d_model)
 
@@ -130,7 +136,8 @@ class Stack:
         arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
         self.assigned = sharding.place(arrays, named(mesh, sharding.TOKENS))
         step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
-        self._step = step.lower(self.experts, self.x_TD, self.assigned).compile()
+        with calibration.using(self.rates) if self.rates else contextlib.nullcontext():
+            self._step = step.lower(self.experts, self.x_TD, self.assigned).compile()
         self.losses: list[float] = []
         self.times_s: list[float] = []
         self.moved_MLQP = self.waits_us_MLW = np.zeros(0)
@@ -211,6 +218,7 @@ def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
         "floor_ms": max(compute_s, wire_s) * 1e3,
         "loss": one.losses[-1],
         "max_loss_difference": float(np.abs(np.subtract(one.losses, first.losses)).max()),
+        "rates": one.rates and dataclasses.asdict(one.rates),
         "transport": transport,
         "hosts": jax.process_count(),
         "flags": {key: getattr(values, key) for key in _SETTING},

@@ -274,6 +274,11 @@ def make_router(config: Config) -> Any:
     return ROUTERS.get(name)(config.moe.num_experts, config.moe.num_choices, getattr(config.routing, name))
 
 
+def make_device(config: Config) -> Device:
+    """Whose time expert matmuls take."""
+    return Device(config.device.flops or 0.0, config.device.half_rows, config.device.values)
+
+
 def make_dispatcher(config: Config, mesh: Mesh) -> Any:
     """The dispatcher that `config` names, with its options."""
     name = config.moe.dispatcher
@@ -283,7 +288,7 @@ def make_dispatcher(config: Config, mesh: Mesh) -> Any:
         matmul=config.dispatch.matmul,
         dtype=config.model.dtype,
         rerun=config.model.remat != "none",
-        device=Device(config.device.flops or 0.0, config.device.half_rows, config.device.values),
+        device=make_device(config),
         options=getattr(config.dispatch, name, Dispatcher.Options()),
     )
 

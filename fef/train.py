@@ -20,9 +20,14 @@ from fef import data, hosts, provenance, sharding
 from fef.checkpoint import Checkpointer, logical_template, to_logical, to_physical
 from fef.config import Config, ConfigError, UserError, config_hash, flatten, moe_layers, resume_changes, to_dict
 from fef.dispatch import DISPATCHERS
+from fef.dispatch.base import Dispatcher
+from fef.fabric import calibration
+from fef.fabric.calibration import Calibration
+from fef.fabric.measure import measure
 from fef.flops import train_flops_per_token
 from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
+from fef.model import make_device
 from fef.pool.ledger import PURPOSES, bytes_by_purpose, bytes_received
 from fef.pool.pool import Pool, current
 from fef.report import write_report
@@ -31,8 +36,11 @@ from fef.step import Stepper, TrainState, count_params, is_expert
 from fef.summary import format_summary, start_line
 from fef.testing.traces import Trace, TraceHeader, TraceWriter
 
-_RUN_FILES = "config.json changes.jsonl metrics.jsonl summary.json report.html checkpoints tensorboard".split()
+_RUN_FILES = (
+    "config.json calibration.json changes.jsonl metrics.jsonl summary.json report.html checkpoints tensorboard".split()
+)
 _SUMMARY_ROWS = 20  # last rows over which the summary averages what fluctuates
+CALIBRATION_FILE = "calibration.json"
 
 
 def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | None:
@@ -67,8 +75,11 @@ def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | N
     for notice in corpus.notices:
         say(notice)
     with contextlib.ExitStack() as stack:
-        if _is_pooled(config):
+        if _dispatcher(config).uses_pool:
             stack.enter_context(Pool(mesh, config.pool))
+        rates = _rates(config, folder, mesh)
+        if rates is not None:
+            stack.enter_context(calibration.using(rates))
         training = Training(config, folder, corpus, mesh, stack)
         training.resume(changes)
         training.loop()
@@ -297,7 +308,11 @@ class Training:
         for step in self.checkpointer.close():
             say(f"saved step {step}")
         summary = None
-        refused = sum(hosts.gather("its count of refusals", current().refused)) if _is_pooled(self.config) else None
+        refused = (
+            sum(hosts.gather("its count of refusals", current().refused))
+            if _dispatcher(self.config).uses_pool
+            else None
+        )
         if hosts.is_main():
             summary = self._summary(refused)
             write_json_atomic(self.folder / "summary.json", summary)
@@ -348,7 +363,7 @@ class Training:
             "params_active": active,
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
-            "transport": current().transport if _is_pooled(self.config) else None,
+            "transport": current().transport if _dispatcher(self.config).uses_pool else None,
             "refused": refused,
             "commit": provenance.commit(),
             "versions": provenance.versions(),
@@ -391,8 +406,27 @@ def _finished(folder: pathlib.Path, config: Config) -> dict[str, Any] | None:
     return summary if summary["steps"] >= config.train.steps else None
 
 
-def _is_pooled(config: Config) -> bool:
-    return bool(config.moe.every) and config.moe.dispatcher == "pooled"
+def _dispatcher(config: Config) -> type[Dispatcher]:
+    return DISPATCHERS.get(config.moe.dispatcher) if config.moe.every else Dispatcher
+
+
+def _rates(config: Config, folder: pathlib.Path, mesh: Any) -> Calibration | None:
+    """What the run chooses by, if it does: measured when it first starts, and kept with it."""
+    if not _dispatcher(config).needs_rates(getattr(config.dispatch, config.moe.dispatcher, None)):
+        return None
+    path = folder / CALIBRATION_FILE
+    if not hosts.from_main("whether it has rates", path.exists()):
+        device = make_device(config)
+        rates = measure(mesh, config.model.d_model, config.moe.d_expert, device, config.dispatch.matmul)
+        if hosts.is_main():
+            rates.save(path)
+        hosts.barrier("have rates")
+    rates = calibration.load(path)
+    say(
+        f"rates ({rates.measured}): {rates.bytes_per_s / 1e6:,.1f} MB/s, {rates.latency_s * 1e6:,.0f} us, "
+        f"{rates.flops / 1e9:,.1f} GFLOP/s, half of it at {rates.half_rows:.0f} rows; {path}"
+    )
+    return rates
 
 
 def _check_platform(config: Config) -> None:

@@ -51,20 +51,21 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A dispatcher and what is set in it."""
+    """A dispatcher and what is set in it; `options` as (name, value)."""
 
     dispatcher: str
     matmul: str = "auto"
-    form: str = ""
+    options: tuple = ()
     device: Device = REAL
 
     @property
     def label(self) -> str:
-        return "-".join(word for word in (self.dispatcher, self.form, self.matmul) if word not in ("", "auto"))
+        words = [self.dispatcher, *(f"{name}={value}" for name, value in self.options), self.matmul]
+        return "-".join(word for word in words if word != "auto")
 
     def make(self, case: Case) -> Any:
         cls = DISPATCHERS.get(self.dispatcher)
-        options = cls.Options(form=self.form) if self.form else cls.Options()
+        options = cls.Options(**dict(self.options))
         return cls(
             case.mesh,
             case.table,

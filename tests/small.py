@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from fef import sharding
 from fef.checkpoint import to_logical, to_physical
 from fef.config import Config, freeze, scopes, validate
+from fef.dispatch import DISPATCHERS
 from fef.pool.pool import Pool
 from fef.step import Stepper, TrainState, is_expert
 
@@ -134,7 +135,7 @@ def _take_steps(changes: tuple, num_steps: int) -> Steps:
     scope = scopes(config)
     before = _initial_state(tuple((key, value) for key, value in changes if scope[key] == "model"))
     state, rows = before, []
-    with Pool(mesh) if config.moe.dispatcher == "pooled" else contextlib.nullcontext():
+    with Pool(mesh) if DISPATCHERS.get(config.moe.dispatcher).uses_pool else contextlib.nullcontext():
         for number in range(num_steps):
             state, metrics = step(state, batch(number))
             rows.append(metrics)

@@ -37,6 +37,20 @@ VARIANTS = {
         "model.remat": "full",
         "mesh.data": 2,
     },
+    "fluid, remat full, 2 microbatches": {
+        "moe.dispatcher": "fluid",
+        "dispatch.fluid.mode": "tokens",
+        "model.num_layers": 2,
+        "model.remat": "full",
+        "train.microbatches": 2,
+    },
+    "fluid by bytes, layers scanned, data 2 x expert 2": {
+        "moe.dispatcher": "fluid",
+        "dispatch.fluid.cost": "bytes",
+        "model.num_layers": 2,
+        "model.scan_layers": True,
+        "mesh.data": 2,
+    },
     "pooled, layers scanned, 2 microbatches": {
         "moe.dispatcher": "pooled",
         "model.num_layers": 2,

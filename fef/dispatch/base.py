@@ -42,6 +42,7 @@ class Dispatcher:
         pass
 
     models_device: ClassVar[bool] = True  # whether the expert FFN can take a modelled device's time
+    uses_pool: ClassVar[bool] = False  # whether it needs an open `fef.Pool`
 
     mesh: Mesh
     table: ExpertTable
@@ -58,6 +59,11 @@ class Dispatcher:
     @classmethod
     def check_platform(cls, platform: str) -> None:
         """Raises ValueError, naming what to use instead, when this dispatcher does not run on the platform."""
+
+    @classmethod
+    def needs_rates(cls, options: Any) -> bool:
+        """Whether, with these options, it chooses by the rates of links and devices, and names no file of them."""
+        return False
 
     @property
     def experts_spec(self) -> PartitionSpec:

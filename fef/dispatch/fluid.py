@@ -1,9 +1,9 @@
-"""fluid: for each expert and step, the weights come to the tokens or the tokens go to the weights, whichever is cheaper.
+"""fluid: expert by expert and step by step, weights come to the tokens or tokens go to the weights, the cheaper way.
 
-A member chooses by itself, from its own counts (`fef.fabric.cost`). Experts it reads are those of `pooled`. Rows for the
-others it leaves where it is; their homes read them, compute, and leave the results, which it reads back: exact rows, no
-padding, and one row per token and host however many of its experts live there. A member has room for a bounded number
-of visiting rows; what would exceed it is read as weights, so nothing is dropped.
+A member chooses by itself, from its own counts (`fef.fabric.cost`). Some experts it reads, as with `pooled`. Rows for
+the others it leaves where it is; their homes read them, compute, and leave the results, which it reads back: exact
+rows, no padding, and one row per token and host however many of its experts live there. A member has room for a bounded
+number of visiting rows; what would exceed it is read as weights, so nothing is dropped.
 
 Payload per member and layer, forward and backward: reads as in `pooled`, and 4 (rows sent) D b.
 
@@ -36,9 +36,15 @@ class Fluid(Pooled):
     class Options(Section):
         mode: str = knob("auto", "run", "what flows; auto chooses", choices=("auto", "weights", "tokens"))
         cost: str = knob("time", "run", "what auto makes least: time exposed, or bytes", choices=("time", "bytes"))
-        calibration: str = knob("", "run", "file that experiments.calibrate has written; empty: nominal rates")
+        calibration: str = knob("", "run", "rates by experiments.calibrate; empty: the run's own")
         room: float = knob(2.0, "run", "rows that can visit a member, as a multiple of its own; the rest is read", ge=0)
-        deduplicate: bool = knob(True, "run", "a token's row goes to a host once, however many of its experts live there")
+        deduplicate: bool = knob(
+            True, "run", "a token's row goes to a host once, however many of its experts live there"
+        )
+
+    @classmethod
+    def needs_rates(cls, options: "Fluid.Options") -> bool:
+        return (options.mode, options.cost, options.calibration) == ("auto", "time", "")
 
     @property
     def block_dtype(self) -> str:
@@ -48,11 +54,10 @@ class Fluid(Pooled):
         if resolve(self.matmul) != "native":
             raise UserError(f"config.dispatch.matmul={self.matmul}: fluid computes in the native library; use auto")
         order = sort_by_expert(assignment, self.table.num_experts)
-        num_rows, num_members = order.order_N.shape[0], self.table.num_members
-        quota = int(self.options.room * num_rows / max(num_members - 1, 1)) if self.options.mode != "weights" else 0
+        quota = self.quota(order.order_N.shape[0])
         is_visited_E = self.choose(order.counts_E, jax.lax.axis_index("expert"), experts.widths, quota)
         weight_N = jnp.where(assignment.valid_N, assignment.weight_N, 0.0)[order.order_N]
-        room = quota * (num_members - 1)
+        room = quota * (self.table.num_members - 1)
         settings = Settings(experts.widths[1], room, self.options.deduplicate, self.device)
         y_TD = fluid_ffn(
             experts.version_M4[0], experts.chain_M[0], layer, x_TD.astype(jnp.float32),
@@ -60,11 +65,17 @@ class Fluid(Pooled):
         )  # fmt: skip
         return y_TD.astype(x_TD.dtype), self.moved()
 
+    def quota(self, num_assignments: int) -> int:
+        """Rows that a member with N assignments may leave for each home."""
+        if self.options.mode == "weights" or self.table.num_members == 1:
+            return 0
+        return int(self.options.room * num_assignments / (self.table.num_members - 1))
+
     def choose(self, rows_E: jax.Array, rank: jax.Array, widths: tuple[int, int], quota: int) -> jax.Array:
         """(E,) bool: the experts to which this member's rows go, from its rows of each and its rank."""
         d_model, d_expert = widths
         layer = cost.Layer(self.table, self.units.for_shapes(d_model, d_expert), 18.0 * d_model * d_expert)
-        if self.options.mode == "weights" or quota == 0:
+        if quota == 0:
             return jnp.zeros(rows_E.shape, bool)
         if self.options.mode == "tokens":
             is_visited_E = (jnp.asarray(self.table.home_E) != rank) & (rows_E > 0)
@@ -72,6 +83,6 @@ class Fluid(Pooled):
             is_visited_E = cost.visit_by_bytes(rows_E, rank, layer)
         else:
             path = self.options.calibration
-            rates = calibration.load(path) if path else calibration.NOMINAL
+            rates = calibration.load(path) if path else calibration.current()
             is_visited_E = cost.visit_by_time(rows_E, rank, layer, rates)
         return cost.within_quota(is_visited_E, rows_E, layer, quota)

@@ -61,6 +61,8 @@ jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M"], ["widths"
 class Pooled(Dispatcher):
     """Reads the experts it uses from the pool; tokens stay."""
 
+    uses_pool = True
+
     @classmethod
     def check_platform(cls, platform: str) -> None:
         if platform != "cpu":

@@ -13,9 +13,10 @@ So the time of a layer in which the experts of a set W are read and the others v
     latency       = 4 reads, if any row leaves
 
 With the experts in the order of the member's own rows, most rows first, W is the first k of them, and k is the best of
-all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the full rate. What others do is not known when a member
-chooses; it is taken that they choose as this one, and have its rows: a visited expert then sees R times as many, at its
-home alone, and one that is read sees these rows at every member.
+all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the
+full rate. What others do is not known when a member chooses; it is taken that they choose as this one, and have its
+rows: a visited expert then sees R times as many, at its home alone, and one that is read sees these rows at every
+member.
 
 By bytes, each expert is a matter of its own: its rows' bytes or its weights', whichever are fewer.
 
@@ -92,9 +93,9 @@ def layer_seconds(
     def gemm_seconds(rows: jax.Array) -> jax.Array:
         return (rows + calibration.half_rows) * (rows > 0) * (layer.flops_per_row / calibration.flops)
 
-    read_E1 = gemm_seconds(rows_E)[:, None]
+    read_k = _first(gemm_seconds(rows_E))
     visited_ER = gemm_seconds(num_members * rows_E)[:, None] * jax.nn.one_hot(home_E, num_members)
-    compute_k = (_first(read_E1) + visited_ER.sum(0) - _first(visited_ER)).max(1)
+    compute_k = read_k + (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
     wire_k = _first(is_remote_E * (layer.weight_bytes / calibration.bytes_per_s))
     rows_sent_k = (rows_E * is_remote_E).sum() - _first(rows_E * is_remote_E)
     exposed_k = rows_sent_k * (layer.row_bytes / calibration.bytes_per_s)

@@ -2,8 +2,8 @@
 
     y_t = sum over the assignments n of token t of weight_n FFN_expert(n)(x_t)
 
-Worked example, 2 members with one expert each. Member 0 has tokens 0, 1 and 2, of which 0 and 2 are assigned to expert 1
-with weights 0.5 and 1. If it says that expert 1 is visited, it leaves rows 0 and 2 of x and says so; member 1 reads
+Worked example, 2 members with one expert each. Member 0 has tokens 0, 1 and 2; 0 and 2 are assigned to expert 1, with
+weights 0.5 and 1. If it says that expert 1 is visited, it leaves rows 0 and 2 of x and says so; member 1 reads
 them, multiplies them with its expert, and leaves the weighted results, which member 0 reads back: they are y_0 and y_2.
 Otherwise member 0 reads expert 1 and computes them itself. In the backward pass the rows of dy go the same way, and
 what comes back are rows of dx and the gradients of the two weights; or member 0 sends the gradient of expert 1.

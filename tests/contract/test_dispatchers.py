@@ -32,7 +32,18 @@ from fef.testing.workloads import WORKLOADS, workload
 
 GRAD_NORM_FILE = pathlib.Path(__file__).parents[1] / "cases" / "dispatch" / "grad_norm.json"
 REFERENCE, ALL_GATHER, ALL_TO_ALL, POOLED = map(Variant, ("reference", "all_gather", "all_to_all", "pooled"))
-POOLED_GET, SHIFTED = Variant("pooled", matmul="jax"), Variant("all_to_all", form="shifted")
+POOLED_GET, SHIFTED = Variant("pooled", matmul="jax"), Variant("all_to_all", options=(("form", "shifted"),))
+FLUID = Variant("fluid", options=(("cost", "bytes"),))
+TOKENS = Variant("fluid", options=(("mode", "tokens"), ("room", 8.0)))
+EACH_ROW, CROWDED, WEIGHTS = (
+    Variant("fluid", options=options)
+    for options in (
+        (("mode", "tokens"), ("room", 8.0), ("deduplicate", False)),
+        (("mode", "tokens"), ("room", 0.5)),
+        (("mode", "weights"),),
+    )
+)
+ALL_FLUID = [FLUID, TOKENS, EACH_ROW, CROWDED, WEIGHTS]
 
 MAIN = "6 experts on 4 members"
 # Sizes, assignments, and variants to be tried beside every registered dispatcher.
@@ -40,16 +51,20 @@ CASES: dict[str, tuple[Case, list[str], list[Variant]]] = {
     MAIN: (
         Case(members=4, experts=6, choices=2, tokens=8),
         [*WORKLOADS, "nothing valid", "all to experts 0 and 1", "one token in all"],
-        [POOLED_GET],
+        [POOLED_GET, *ALL_FLUID],
     ),
-    "1 member": (Case(1, 3, 2, 4), ["balanced", "hot_experts", "nothing valid"], [SHIFTED]),
-    "7 experts on 2 members": (Case(2, 7, 2, 7), ["spread_hot", "zero_load", "7 and 5 tokens"], []),
-    "3 experts on 8 members": (Case(8, 3, 2, 4), ["hot_rank", "ragged_sources", "zero_load"], []),
-    "3 experts on 4 members, one choice": (Case(4, 3, 1, 4), ["balanced", "hot_experts", "burst"], [SHIFTED]),
-    "data axis of 2": (Case(2, 5, 2, 4, data=2), ["hot_rank", "ragged_sources", "zero_load"], [POOLED_GET]),
-    "irregular": (Case(2, 4, 2, 4, regular=False), ["irregular", "nothing valid"], [POOLED_GET]),
-    "recomputed": (Case(2, 5, 2, 4, rerun=True), ["balanced", "zero_load"], [POOLED_GET]),
-    "bfloat16": (Case(2, 4, 2, 4, dtype="bfloat16"), ["balanced", "hot_experts"], []),
+    "1 member": (Case(1, 3, 2, 4), ["balanced", "hot_experts", "nothing valid"], [SHIFTED, TOKENS]),
+    "7 experts on 2 members": (Case(2, 7, 2, 7), ["spread_hot", "zero_load", "7 and 5 tokens"], ALL_FLUID),
+    "3 experts on 8 members": (Case(8, 3, 2, 4), ["hot_rank", "ragged_sources", "zero_load"], ALL_FLUID),
+    "3 experts on 4 members, one choice": (
+        Case(4, 3, 1, 4),
+        ["balanced", "hot_experts", "burst"],
+        [SHIFTED, *ALL_FLUID],
+    ),
+    "data axis of 2": (Case(2, 5, 2, 4, data=2), ["hot_rank", "ragged_sources", "zero_load"], [POOLED_GET, *ALL_FLUID]),
+    "irregular": (Case(2, 4, 2, 4, regular=False), ["irregular", "nothing valid"], [POOLED_GET, *ALL_FLUID]),
+    "recomputed": (Case(2, 5, 2, 4, rerun=True), ["balanced", "zero_load"], [POOLED_GET, *ALL_FLUID]),
+    "bfloat16": (Case(2, 4, 2, 4, dtype="bfloat16"), ["balanced", "hot_experts"], [TOKENS]),
 }
 PAIRS = [
     pytest.param(label, variant, id=f"{label}-{variant.label}")
@@ -175,8 +190,35 @@ def units_of(variant: Variant, case: Case, inputs: Inputs) -> dict[str, int | np
     if variant.dispatcher == "pooled":
         in_place = variant.matmul == "auto" and case.dtype == "float32"  # reads again instead of keeping a copy
         return {"weights": rows_MP > 0, "refetch": (rows_MP > 0) * (in_place + case.rerun), "gradients": rows_MP > 0}
+    if variant.dispatcher == "fluid":
+        return fluid_units(variant, case, inputs)
     assert variant == REFERENCE, f"say here what {variant.dispatcher} moves"
     return {}
+
+
+def fluid_units(variant: Variant, case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
+    """As the choice of each member has it: what is read as with pooled, and rows at the first expert they go to.
+
+    All members are on one host: where rows go there once, that is to all other members together.
+    """
+    dispatcher = variant.make(case)
+    token_N, expert_N, valid_N = (array.reshape(case.members * case.data, -1) for array in inputs.ints)
+    rows_MP, position_E = counts_MP(case, inputs), case.table.position_E
+    read_MP, sent_MP = rows_MP > 0, np.zeros_like(rows_MP)
+    quota = dispatcher.quota(token_N.shape[1])
+    for member, rows_P in enumerate(rows_MP):
+        is_visited_E = np.asarray(dispatcher.choose(rows_P[position_E], member % case.members, (D, F), quota))
+        read_MP[member, position_E[is_visited_E]] = False
+        seen = set()
+        for expert in np.flatnonzero(is_visited_E):
+            tokens = token_N[member][valid_N[member] & (expert_N[member] == expert)].tolist()
+            new = set(tokens) - seen
+            sent_MP[member, position_E[expert]] = len(new if dispatcher.options.deduplicate else tokens)
+            seen |= new
+    return {
+        "weights": read_MP, "refetch": read_MP * (1 + case.rerun), "gradients": read_MP,
+        "tokens": sent_MP * (4 + 2 * case.rerun),
+    }  # fmt: skip
 
 
 BYTES_BY_HAND = {  # of all members; R = 4, P = 8, D = 8, F = 12, float32; every member has 2 or 3 rows of each expert

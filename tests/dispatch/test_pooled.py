@@ -1,4 +1,4 @@
-"""The pool's reads and gradients under random delays of every handler (FEF_CHAOS), and in passes without gradient."""
+"""The pool's reads, rows and gradients under random delays of every handler (FEF_CHAOS), and without gradient."""
 
 import functools
 from typing import Any
@@ -78,16 +78,22 @@ def arrays(result: Any) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.block_until_ready(result))]
 
 
-@pytest.mark.parametrize(
-    ("members", "matmul"), [(2, "auto"), (4, "auto"), (8, "auto"), (4, "jax")], ids=["2", "4", "8", "4 by get"]
+POOLED, BY_GET = Variant("pooled"), Variant("pooled", matmul="jax")
+BY_BYTES, BY_TOKENS = (
+    Variant("fluid", options=(option, ("room", 8.0))) for option in (("cost", "bytes"), ("mode", "tokens"))
 )
-def test_every_step_under_chaos_gives_the_same_bits(members, matmul, monkeypatch):
+UNDER_CHAOS = [(members, variant) for variant in (POOLED, BY_TOKENS) for members in (2, 4, 8)]
+UNDER_CHAOS += [(4, BY_GET), (4, BY_BYTES)]
+
+
+@pytest.mark.parametrize(("members", "variant"), UNDER_CHAOS, ids=lambda value: getattr(value, "label", value))
+def test_every_step_under_chaos_gives_the_same_bits(members, variant, monkeypatch):
     monkeypatch.setenv("FEF_CHAOS", str(members))
     case = Case(members, experts=6, choices=2, tokens=8)
     inputs, experts = stored(case)
     pooled, reference = (
-        jax.jit(functools.partial(step, case, variant.make(case)), compiler_options=COMPILER_OPTIONS)
-        for variant in (Variant("pooled", matmul=matmul), Variant("reference"))
+        jax.jit(functools.partial(step, case, each.make(case)), compiler_options=COMPILER_OPTIONS)
+        for each in (variant, Variant("reference"))
     )
     with Pool(case.mesh, DEADLINE):
         first = arrays(pooled(inputs, experts))
@@ -101,11 +107,12 @@ def test_every_step_under_chaos_gives_the_same_bits(members, matmul, monkeypatch
         assert relative_error(leaf, want) <= 1e-5
 
 
-def test_passes_without_gradient_leave_no_slot_taken():
+@pytest.mark.parametrize("variant", [POOLED, BY_TOKENS], ids=lambda variant: variant.label)
+def test_passes_without_gradient_leave_no_slot_taken(variant):
     """More of them than a block has slots, then a step with gradients: each gives its version back."""
     case = Case(4, experts=6, choices=2, tokens=8)
     inputs, experts = stored(case)
-    dispatcher = Variant("pooled").make(case)
+    dispatcher = variant.make(case)
 
     def forward(inputs: Inputs, experts: Any) -> tuple:
         out_TD, prepared, moved_MLQP = network(case, dispatcher, experts, inputs)
@@ -120,8 +127,8 @@ def test_passes_without_gradient_leave_no_slot_taken():
         trained_out_TD, *_ = arrays(trained)
     for out_TD, _ in passes:
         np.testing.assert_array_equal(out_TD, trained_out_TD)
-    weights, refetch, gradients = passes[-1][1].sum((0, 1, 3))[:3]
-    assert weights > 0
+    weights, refetch, gradients, tokens = passes[-1][1].sum((0, 1, 3))[:4]
+    assert (tokens if variant == BY_TOKENS else weights) > 0
     assert refetch == gradients == 0
 
 

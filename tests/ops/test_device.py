@@ -21,7 +21,8 @@ from fef.testing.workloads import workload
 CASE = Case(members=4, experts=6, choices=2, tokens=8)
 WITH_VALUES, WITHOUT_VALUES = Device(1e12, 3.0), Device(1e12, 3.0, has_values=False)
 VARIANTS = [v for v in variants_on_cpu() if DISPATCHERS.get(v.dispatcher).models_device]
-VARIANTS += [Variant("pooled", matmul="jax"), Variant("all_to_all", form="shifted")]
+VARIANTS += [Variant("pooled", matmul="jax"), Variant("all_to_all", options=(("form", "shifted"),))]
+VARIANTS += [Variant("fluid", options=(("mode", "tokens"),))]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.label)
 
 

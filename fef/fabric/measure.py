@@ -1,0 +1,123 @@
+"""Measures a Calibration: what reads between hosts and expert matmuls take, all members at the same time.
+
+Letters: R members, D, F widths.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fef import hosts
+from fef.experts import Experts
+from fef.fabric.calibration import Calibration
+from fef.ops.device import Device
+from fef.ops.expert_ffn import expert_ffn
+from fef.ops.get import get
+from fef.ops.grouped_matmul import segments_of_counts
+from fef.ops.publish import publish
+from fef.ops.release import release
+from fef.pool import pool as pools
+from fef.pool.table import ExpertTable
+from fef.sharding import REPLICATED, TOKENS, island
+
+REPEATS = 5
+LEAST_S = 10e-6  # differences of two measured times are not to be trusted below
+BLOCK_ELEMS = 1 << 18  # 1 MiB
+FEW_ELEMS = 16
+ROWS = (32, 128, 512)
+
+
+def measure(mesh: Mesh, d_model: int, d_expert: int, device: Device, matmul: str = "auto") -> Calibration:
+    """Measures with the open pool; the same result on every host. Takes a few reads of 1 MiB of each member.
+
+    Args:
+      mesh: the pool's.
+      d_model, d_expert: D and F of the experts.
+      device: taken at its word if it is modelled.
+      matmul: of the expert FFN.
+
+    Returns:
+      the slowest host's rates. With one member nothing is read, and the rates of reads are those of one's own memory.
+    """
+    few_s, many_s = (_read_seconds(mesh, elems) for elems in (FEW_ELEMS, BLOCK_ELEMS))
+    flops, half_rows = device.flops, device.half_rows
+    if not device.is_modelled:
+        flops, half_rows = _gemm_rate(mesh, d_model, d_expert, matmul)
+    bytes_per_s = max(_num_read(mesh), 1) * 4 * BLOCK_ELEMS / many_s
+    found = hosts.gather("its calibration", [bytes_per_s, few_s, flops, half_rows])
+    rates, latencies, flops_of_all, half_rows_of_all = zip(*found, strict=True)
+    where = f"{mesh.shape['expert']} members on {jax.process_count()} hosts over {pools.current().transport}"
+    return Calibration(min(rates), max(latencies), min(flops_of_all), max(half_rows_of_all), where)
+
+
+def _num_read(mesh: Mesh) -> int:
+    """Members of other hosts, or, on one host, the other members."""
+    here = jax.process_index()
+    hosts_R = [device.process_index for device in mesh.devices[0]]
+    return sum(host != here for host in hosts_R) or len(hosts_R) - 1
+
+
+def _read_seconds(mesh: Mesh, elems: int) -> float:
+    """From one member's publishing to its having the blocks of all others, beyond the time of the program itself."""
+    members = mesh.shape["expert"]
+    table = ExpertTable(members, members)
+    handle_2 = pools.current().table("calibration", 1, table, ((elems,),), jnp.float32)
+    blocks = jax.jit(lambda: jnp.zeros((1, members, elems)), out_shardings=jax.NamedSharding(mesh, _BLOCKS))()
+
+    def program(is_reading: bool) -> Callable:
+        def member(handle_2: jax.Array, blocks: jax.Array) -> jax.Array:
+            version_4, chain = publish(handle_2, (blocks,), 1, jnp.float32)
+            ids = jnp.arange(members, dtype=jnp.int32)
+            ids = jnp.where((ids != jax.lax.axis_index("expert")) & is_reading, ids, -1)
+            read = get(version_4, chain, jnp.int32(0), ids, elems, jnp.float32)
+            return release(version_4, read.sum())[None]
+
+        return jax.jit(island(mesh, member, (REPLICATED, _BLOCKS), TOKENS))
+
+    def seconds(run: Callable) -> float:
+        return _median_seconds(run, jnp.asarray(handle_2), blocks)
+
+    return max(seconds(program(True)) - seconds(program(False)), LEAST_S)
+
+
+_BLOCKS = jax.sharding.PartitionSpec(None, "expert")
+
+
+def _gemm_rate(mesh: Mesh, d_model: int, d_expert: int, matmul: str) -> tuple[float, float]:
+    """FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows."""
+    members = mesh.size
+
+    def seconds(rows: int) -> float:
+        def member(x_ND: jax.Array, experts: Experts) -> tuple:
+            segments = segments_of_counts(jnp.full(1, rows, jnp.int32))
+
+            def total(x_ND: jax.Array, experts: Experts) -> jax.Array:
+                return expert_ffn(x_ND, experts, segments, matmul).sum()
+
+            return jax.grad(total, argnums=(0, 1))(x_ND, experts)
+
+        w_gate, w_up = (jnp.ones((members, d_model, d_expert)) * 1e-3 for _ in range(2))
+        experts = Experts(w_gate, w_up, jnp.ones((members, d_expert, d_model)) * 1e-3)
+        run = jax.jit(island(mesh, member, (TOKENS, TOKENS), TOKENS))
+        return _median_seconds(run, jnp.ones((members * rows, d_model)), experts)
+
+    per_row, fixed = np.polyfit(ROWS, [seconds(rows) for rows in ROWS], 1)
+    per_row = max(per_row, 1e-12)
+    return 18.0 * d_model * d_expert / per_row, float(np.clip(fixed / per_row, 0.0, ROWS[-1]))
+
+
+def _median_seconds(run: Callable, *args: Any) -> float:
+    jax.block_until_ready(run(*args))
+    times = []
+    for _ in range(REPEATS):
+        hosts.barrier("are about to measure")
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

@@ -1,0 +1,111 @@
+"""The cost model's choices against a search by hand, over random shapes and counts, and on worked numbers."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fef.config import UserError
+from fef.fabric import calibration, cost
+from fef.pool.ledger import Units
+from fef.pool.table import ExpertTable
+
+# A row costs 4 * 10 bytes, an expert 100 + 100: 5 rows break even. A GEMM of n rows takes n + 2 s, a byte 0.1 s.
+UNITS = Units(block_bytes=100, gradient_bytes=100, row_bytes=10)
+RATES = calibration.Calibration(bytes_per_s=10.0, latency_s=0.5, flops=1.0, half_rows=2.0)
+
+counts = st.lists(st.integers(0, 12), min_size=1, max_size=7)
+
+
+def make(rows, members):
+    return np.array(rows, np.int32), cost.Layer(ExpertTable(len(rows), members), UNITS, flops_per_row=1.0)
+
+
+def seconds(rows, read, rank, layer):
+    """Of a layer in which the experts of `read` are read, as the head of fef/fabric/cost.py has it."""
+    home, members = layer.table.home_E, layer.table.num_members
+    compute = np.zeros(members)
+    for expert, n in enumerate(rows):
+        if expert in read:
+            compute += (n + RATES.half_rows) * (n > 0)
+        else:
+            compute[home[expert]] += (members * n + RATES.half_rows) * (n > 0)
+    remote = [expert for expert in range(len(rows)) if home[expert] != rank and rows[expert] > 0]
+    sent = sum(int(rows[expert]) for expert in remote if expert not in read)
+    wire = sum(200 for expert in remote if expert in read) / RATES.bytes_per_s
+    return max(compute.max(), wire) + sent * 40 / RATES.bytes_per_s + 4 * RATES.latency_s * (sent > 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(counts, st.integers(1, 4), st.integers(0, 3))
+def test_the_choice_by_time_is_the_best_prefix(rows, members, rank):
+    rows, layer = make(rows, members)
+    rank %= members
+    is_visited = np.asarray(cost.visit_by_time(rows, rank, layer, RATES))
+    order = sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert))
+    prefixes = [set(order[:k]) for k in range(len(rows) + 1)]
+    of_prefix = [seconds(rows, read, rank, layer) for read in prefixes]
+    remote = {expert for expert in range(len(rows)) if layer.table.home_E[expert] != rank and rows[expert] > 0}
+    chosen = set(np.flatnonzero(is_visited).tolist())
+    assert chosen <= remote
+    # Own experts, and such without rows, are in any prefix or in none, at no cost to the wire.
+    matching = [s for read, s in zip(prefixes, of_prefix, strict=True) if remote - read == chosen]
+    assert min(matching) <= min(of_prefix) * (1 + 1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(counts, st.integers(1, 4), st.integers(0, 3))
+def test_by_bytes_each_expert_has_the_fewer(rows, members, rank):
+    rows, layer = make(rows, members)
+    is_visited = np.asarray(cost.visit_by_bytes(rows, rank % members, layer))
+    for expert, n in enumerate(rows):
+        is_remote = layer.table.home_E[expert] != rank % members
+        assert is_visited[expert] == (is_remote and 0 < 40 * n < 200)
+
+
+@settings(deadline=None, max_examples=60)
+@given(counts, st.integers(2, 4), st.integers(0, 20), st.data())
+def test_a_home_gets_no_more_than_its_quota_and_the_hottest_stay(rows, members, quota, data):
+    rows, layer = make(rows, members)
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    kept = np.asarray(cost.within_quota(wanted, rows, layer, quota))
+    assert not (kept & ~wanted).any()
+    for home in range(members):
+        of_home = [expert for expert in np.flatnonzero(wanted) if layer.table.home_E[expert] == home]
+        of_home.sort(key=lambda expert: (-rows[expert], expert))
+        fitting = next(k for k in itertools.count() if sum(rows[e] for e in of_home[k:]) <= quota)
+        assert [expert for expert in of_home if kept[expert]] == of_home[fitting:]
+
+
+def test_a_calibration_comes_back_as_it_was_saved(tmp_path):
+    RATES.save(tmp_path / "rates.json")
+    assert calibration.load(tmp_path / "rates.json") == RATES
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file or directory; python -m experiments.calibrate writes one"),
+        ("{", "python -m experiments.calibrate writes a new one"),
+        ('{"flops": 1}', "missing 3 required positional arguments"),
+        ('{"bytes_per_s": 0, "latency_s": 0, "flops": 1, "half_rows": 0}', "bytes_per_s=0: must be a number from"),
+        ('{"bytes_per_s": 1, "latency_s": 0, "flops": 1, "half_rows": "a"}', "half_rows='a': must be a number"),
+    ],
+)
+def test_what_is_no_calibration_is_refused_with_its_name(text, said, tmp_path):
+    path = tmp_path / "rates.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=f"calibration {path}: .*") as error:
+        calibration.load(path)
+    assert said in str(error.value)
+
+
+def test_faster_links_move_more_weights():
+    rows, layer = make([9, 8, 1, 1], 2)
+    slow, fast = (dataclasses.replace(RATES, bytes_per_s=rate) for rate in (1.0, 1e6))
+    assert np.asarray(cost.visit_by_time(rows, 0, layer, slow)).tolist() == [False, False, True, True]
+    assert not np.asarray(cost.visit_by_time(rows, 0, layer, fast)).any()
