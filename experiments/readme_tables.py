@@ -34,6 +34,8 @@ READING_ORDER = (
     "fef/dispatch/reference.py",
     "fef/dispatch/all_to_all.py",
     "fef/dispatch/pooled.py",
+    "fef/dispatch/fluid.py",
+    "fef/fabric/cost.py",
     "fef/ops/permute.py",
     "fef/ops/grouped_matmul.py",
     "fef/ops/publish.py",

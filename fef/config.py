@@ -177,6 +177,9 @@ class PoolConfig(Section):
         "memory for blocks fetched from other hosts, per table; what does not stay is fetched again",
         ge=0,
     )
+    fetch_ahead: bool = knob(
+        True, "run", "fetch what was used last as soon as it is published again; what is then not used was in vain"
+    )
     deadline_s: float = knob(120.0, "run", "longest wait of a pool operation before it raises, seconds", gt=0)
     update: str = knob("step_end", "run", "when new weights are published", choices=("step_end",))
 

@@ -29,7 +29,7 @@ from fef.summary import (
     percent_text,
 )
 
-_COLOURS = ("c1", "c2", "c3", "c4", "c5")
+_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")
 _MAX_PANELS = 16  # load panels of a deep model; more would be scrolled past
 _MAX_CELLS = 40_000  # rectangles of all load panels together, about half a megabyte
 
@@ -290,7 +290,33 @@ def _bytes_section(rows: list[dict], step_N: np.ndarray) -> str:
     ]
     lines.append(["sum", bytes_text(whole / len(rows)), bytes_text(whole), ""])
     table = _table(["purpose", "per step", "logged steps", "share"], lines, numbers=(1, 2, 3))
-    return _section("Bytes between members", chart + table) + _received_section(rows)
+    section = _section("Bytes between members", chart + table)
+    return section + _planned_section(rows, step_N, power, unit) + _received_section(rows)
+
+
+def _planned_section(rows: list[dict], step_N: np.ndarray, power: int, unit: str) -> str:
+    """What the dispatcher meant to move and what has moved, by the two ways; nothing if it does not choose."""
+    if not any("planned_ms" in row for row in rows):
+        return ""
+    purposes = {"weights": ("weights", "refetch", "gradients"), "tokens": ("tokens",)}
+    waits = {"weights": "published", "tokens": "tokens"}
+    lines_of_bytes, lines_of_ms = [], []
+    for (way, of_way), (css, planned_css) in zip(purposes.items(), (("c1", "c2"), ("c3", "c4")), strict=True):
+        moved, planned = (
+            sum(np.nan_to_num(_column(rows, key, purpose)) for purpose in of_way) / 1000**power
+            for key in ("bytes_by_purpose", "planned_bytes_by_purpose")
+        )
+        lines_of_bytes += [_line(f"{way}, moved", step_N, moved, css)]
+        lines_of_bytes += [_line(f"{way}, planned", step_N, planned, planned_css)]
+        waited = np.array([float(np.sum(row.get("waits_ms", {}).get(waits[way], []))) for row in rows])
+        lines_of_ms += [_line(f"{way}, waited for", step_N, waited, css)]
+        lines_of_ms += [_line(f"{way}, link busy by plan", step_N, _column(rows, "planned_ms", way), planned_css)]
+    steps = (step_N[0], step_N[-1])
+    return _section(
+        "What was planned",
+        charts.line_chart("Bytes planned and moved", f"{unit} per step", lines_of_bytes, steps, from_zero=True)
+        + charts.line_chart("Time planned and waited", "ms per step and member", lines_of_ms, steps, from_zero=True),
+    )
 
 
 def _received_section(rows: list[dict]) -> str:

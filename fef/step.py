@@ -219,16 +219,17 @@ class Stepper:
 
         Returns:
           loss () and aux_loss () float32, nats per token; for models with experts also load_LE, kept_LE (L, E) int32,
-          entropy_L (L,) float32 nats, moved_MLQP (M, L, Q, P) int32, waits_us_MLW (M, L, kinds) float32, and trace.
+          entropy_L (L,) float32 nats, moved_MLQP (M, L, Q, P) int32, waits_us_MLW (M, L, kinds) float32, and trace;
+          planned_MLQP, as moved_MLQP, of a dispatcher that chooses what moves.
         """
         if not self.dispatcher:
             return metrics
-        moved_MLQP, waits_us_MLW = self.dispatcher.finish(
-            prepared, metrics["moved_QP"].swapaxes(0, 1), after, collected
-        )
+        of_layers_MLQP = metrics["moved_QP"].swapaxes(0, 1)
+        moved_MLQP, waits_us_MLW = self.dispatcher.finish(prepared, of_layers_MLQP, after, collected)
         routed_L = jnp.maximum(metrics["tokens"].sum(1), 1)
         return {
             **{name: metrics[name] for name in ("loss", "aux_loss", "trace") if name in metrics},
+            **({"planned_MLQP": of_layers_MLQP} if self.dispatcher.rates else {}),
             "load_LE": metrics["load_E"].sum(1),
             "kept_LE": metrics["kept_E"].sum(1),
             "entropy_L": metrics["entropy_sum"].sum(1) / routed_L,

@@ -28,7 +28,7 @@ from fef.flops import train_flops_per_token
 from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
 from fef.model import make_device
-from fef.pool.ledger import PURPOSES, bytes_by_purpose, bytes_received
+from fef.pool.ledger import PURPOSES, WAITS, Units, bytes_by_purpose, bytes_received
 from fef.pool.pool import Pool, current
 from fef.report import write_report
 from fef.sample import sample
@@ -36,11 +36,10 @@ from fef.step import Stepper, TrainState, count_params, is_expert
 from fef.summary import format_summary, start_line
 from fef.testing.traces import Trace, TraceHeader, TraceWriter
 
-_RUN_FILES = (
-    "config.json calibration.json changes.jsonl metrics.jsonl summary.json report.html checkpoints tensorboard".split()
-)
+_CALIBRATION = "calibration.json"
+_RUN_FILES = [_CALIBRATION, "config.json", "changes.jsonl", "metrics.jsonl", "summary.json", "report.html"]
+_RUN_FILES += ["checkpoints", "tensorboard"]
 _SUMMARY_ROWS = 20  # last rows over which the summary averages what fluctuates
-CALIBRATION_FILE = "calibration.json"
 
 
 def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | None:
@@ -94,6 +93,7 @@ class Training:
     ):
         self.config, self.folder, self.corpus, self.mesh = config, folder, corpus, mesh
         self.stepper = Stepper(config, mesh)
+        self.rates = self.stepper.dispatcher.rates if self.stepper.dispatcher else None
         self.shardings = self.stepper.shardings()
         self.tokens_sharding = sharding.named(mesh, sharding.TOKENS)
         self.checkpointer = stack.enter_context(
@@ -291,16 +291,23 @@ class Training:
         }
         if self.stepper.dispatcher is None:
             none = {"bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "bytes_received": {}}
-            return row | none | {"wait_ms": 0.0, "gate_entropy": []} | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
+            return (
+                row
+                | none
+                | {"wait_ms": 0.0, "waits_ms": {}, "gate_entropy": []}
+                | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
+            )
         units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
         moved = bytes_by_purpose(metrics["moved_MLQP"].sum(0, dtype=np.int64), units)
         return row | {
             "wait_ms": float(metrics["waits_us_MLW"].sum((1, 2)).mean()) / 1e3,
+            "waits_ms": dict(zip(WAITS, (metrics["waits_us_MLW"].mean(0).T / 1e3).tolist(), strict=True)),
             "bytes": sum(moved.values()),
             "bytes_by_purpose": moved,
             "bytes_received": bytes_received(metrics["moved_MLQP"], sharding.num_members(self.mesh), units),
             **load_metrics(metrics["load_LE"], metrics["kept_LE"]),
             "gate_entropy": metrics["entropy_L"].tolist(),
+            **(_planned(metrics["planned_MLQP"], units, self.rates) if self.rates else {}),
         }
 
     def finish(self) -> dict[str, Any] | None:
@@ -398,6 +405,15 @@ def _make_folder(folder: pathlib.Path, fresh: bool) -> None:
         raise UserError(f"{folder}: cannot be the run's folder: {error.strerror}; choose another --workdir") from error
 
 
+def _planned(planned_MLQP: np.ndarray, units: Units, rates: Calibration) -> dict[str, Any]:
+    """What the dispatcher meant to move, and for how long that keeps a member's link busy."""
+    planned = bytes_by_purpose(planned_MLQP.sum(0, dtype=np.int64), units)
+    ms_per_byte = 1e3 / rates.bytes_per_s / len(planned_MLQP)
+    weights = planned["weights"] + planned["gradients"]
+    planned_ms = {"weights": weights * ms_per_byte, "tokens": planned["tokens"] * ms_per_byte}
+    return {"planned_bytes_by_purpose": planned, "planned_ms": planned_ms}
+
+
 def _finished(folder: pathlib.Path, config: Config) -> dict[str, Any] | None:
     path = folder / "summary.json"
     if not path.exists():
@@ -414,7 +430,7 @@ def _rates(config: Config, folder: pathlib.Path, mesh: Any) -> Calibration | Non
     """What the run chooses by, if it does: measured when it first starts, and kept with it."""
     if not _dispatcher(config).needs_rates(getattr(config.dispatch, config.moe.dispatcher, None)):
         return None
-    path = folder / CALIBRATION_FILE
+    path = folder / _CALIBRATION
     if not hosts.from_main("whether it has rates", path.exists()):
         device = make_device(config)
         rates = measure(mesh, config.model.d_model, config.moe.d_expert, device, config.dispatch.matmul)

@@ -8,6 +8,7 @@ import pytest
 
 from fef.config import Config, to_dict
 from fef.metrics import JsonlWriter, load_metrics, write_json_atomic
+from fef.pool.ledger import PURPOSES
 from fef.report import write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -244,7 +245,7 @@ def test_a_dense_run(tmp_path):
     config.moe.every = 0
     nothing = {
         "bytes": 0,
-        "bytes_by_purpose": dict.fromkeys(("weights", "refetch", "gradients", "tokens", "metadata"), 0),
+        "bytes_by_purpose": dict.fromkeys(PURPOSES, 0),
     }
     _, page = read(make_run(tmp_path, [make_row(step, num_layers=0, **nothing) for step in (1, 2)], config, SUMMARY))
     assert "dense, no experts" in page.text

@@ -42,7 +42,7 @@ RUN = {
     "run.report": False,
     "run.tensorboard": False,
 }
-TIMES = {"step_ms", "data_ms", "wait_ms", "tokens_per_s"}
+TIMES = {"step_ms", "data_ms", "wait_ms", "waits_ms", "tokens_per_s"}
 
 
 def run(folder, changes=None, **kwargs):
@@ -175,6 +175,27 @@ def test_fresh_deletes_nothing_when_the_new_run_cannot_start(change, six_steps):
     with pytest.raises(UserError):
         run(six_steps[0], change, fresh=True)
     assert {path: path.stat().st_mtime_ns for path in six_steps[0].rglob("*")} == before
+
+
+def test_fluid_goes_on_by_the_rates_that_it_began_with(tmp_path):
+    """Continued after 3 steps, or begun by the same file: the same choices."""
+    changes = {"moe.dispatcher": "fluid", "train.steps": 6, "optim.decay_steps": 6}
+    run(tmp_path / "whole", changes)
+    rates = (tmp_path / "whole/calibration.json").read_text()
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/calibration.json").write_text(rates)
+    run(tmp_path / "parts", changes | {"train.steps": 3})
+    run(tmp_path / "parts", changes)
+    named = changes | {"dispatch.fluid.calibration": str(tmp_path / "whole/calibration.json")}
+    run(tmp_path / "named", named)
+    assert not (tmp_path / "named/calibration.json").exists()
+    rows = rows_of(tmp_path / "whole")
+    for name in ("parts", "named"):
+        for row, other in zip(rows, rows_of(tmp_path / name), strict=True):
+            for key in ("planned_bytes_by_purpose", "planned_ms", "bytes_by_purpose", "bytes_received", "load"):
+                assert row[key] == other[key], (name, row["step"], key)
+            assert row["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert (tmp_path / "parts/calibration.json").read_text() == rates
 
 
 @pytest.mark.parametrize(("members", "dispatcher"), [(2, "all_gather"), (1, "pooled")])

@@ -31,7 +31,7 @@ RUN = {
     "run.report": False,
     "run.tensorboard": False,
 }
-TIMES = {"step_ms", "data_ms", "wait_ms", "tokens_per_s"}
+TIMES = {"step_ms", "data_ms", "wait_ms", "waits_ms", "tokens_per_s"}
 
 
 def run(folder, **changes):
@@ -148,12 +148,19 @@ def test_the_pool_over_two_hosts_trains_as_one_process_does(start_runs, tmp_path
     changes = RUN | {"train.steps": 15, "moe.dispatcher": "pooled", "model.num_layers": 2, "train.microbatches": 2}
     (tmp_path / "blocks").mkdir()
     in_files = {"pool.memory": f"file:{tmp_path}/blocks"}
-    finish(start_runs(2, tcp=changes | {"pool.transport": "tcp"}, mmap=changes | in_files | {"pool.transport": "mmap"}))
+    tcp, mmap = changes | {"pool.transport": "tcp"}, changes | in_files | {"pool.transport": "mmap"}
+    visits = tcp | {"moe.dispatcher": "fluid", "dispatch.fluid.cost": "bytes"}
+    finish(start_runs(2, tcp=tcp, mmap=mmap, visits=visits))
     for transport in ("tcp", "mmap"):
         summary = json.loads((tmp_path / transport / "summary.json").read_text())
         assert (summary["transport"], summary["refused"]) == (transport, 0)
     run(tmp_path / "alone", **changes)
-    assert_same_run(tmp_path / "tcp", tmp_path / "alone")
+    for name in ("tcp", "visits"):
+        assert_same_run(tmp_path / name, tmp_path / "alone")
+    for row in rows_of(tmp_path / "visits"):  # fetched ahead, and a row goes once to two experts of a host
+        moved, planned = row["bytes_by_purpose"], row["planned_bytes_by_purpose"]
+        assert 0 < moved["tokens"] <= planned["tokens"]
+        assert moved["weights"] <= planned["weights"]  # a host fetches for both of its members
     rows, mapped = (rows_of(tmp_path / transport) for transport in ("tcp", "mmap"))
     assert_equal_rows(rows, mapped)
     # A host fetches a block once for both of its members, who share what mapped members read one by one.
@@ -176,19 +183,28 @@ def test_the_pool_trains_one_sided_as_over_tcp(start_runs, tmp_path):
 
 
 def test_the_pool_over_four_hosts_takes_50_steps_as_one_process_does(start_runs, tmp_path):
-    """With the routing of a run in one process; what a member receives from each other one adds up to what moved."""
+    """With the routing of a run in one process; what a member receives from each other one adds up to what moved.
+
+    fluid, as far as it neither fetches ahead nor sends a row once for two experts, moves exactly what it has planned.
+    """
     changes = RUN | {
         "train.steps": 50, "checkpoint.every": 50, "moe.dispatcher": "pooled",
-        "model.d_model": 32, "model.num_layers": 2, "model.scan_layers": True, "data.seq_len": 8,
+        "model.d_model": 32, "model.num_layers": 2, "model.scan_layers": True, "data.seq_len": 8, "moe.d_expert": 4,
         "data.heldout_fraction": 0.0,
         "optim.name": "sgd", "optim.learning_rate": 0.1, "optim.momentum": 0.0,
     }  # fmt: skip
     routing = tmp_path / "routing.npz"
     run(tmp_path / "alone", **changes, **{"routing.record": str(routing)})
     tcp, mmap = (changes | {"routing.replay": str(routing), "pool.transport": name} for name in ("tcp", "mmap"))
-    finish(start_runs(4, tcp=tcp, again=tcp, mmap=mmap))
+    fluid = tcp | {"moe.dispatcher": "fluid", "dispatch.fluid.cost": "bytes", "dispatch.fluid.room": 3.0}
+    fluid |= {"dispatch.fluid.deduplicate": False, "pool.fetch_ahead": False}
+    finish(start_runs(4, tcp=tcp, again=tcp, mmap=mmap, fluid=fluid))
     rows = rows_of(tmp_path / "tcp")
-    for name in ("tcp", "mmap"):
+    for row in rows_of(tmp_path / "fluid"):
+        moved, planned = row["bytes_by_purpose"], row["planned_bytes_by_purpose"]
+        assert 0 < moved["weights"] and 0 < moved["tokens"] and 0 < moved["metadata"]
+        assert moved | {"metadata": 0} == planned
+    for name in ("tcp", "mmap", "fluid"):
         assert_same_run(tmp_path / name, tmp_path / "alone")
     for name in ("again", "mmap"):
         assert_equal_rows(rows, rows_of(tmp_path / name))

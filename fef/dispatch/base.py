@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from fef import sharding
 from fef.config import Section
 from fef.experts import Experts
+from fef.fabric.calibration import Calibration
 from fef.ops.device import REAL, Device
 from fef.ops.permute import Order
 from fef.pool import ledger
@@ -64,6 +65,11 @@ class Dispatcher:
     def needs_rates(cls, options: Any) -> bool:
         """Whether, with these options, it chooses by the rates of links and devices, and names no file of them."""
         return False
+
+    @property
+    def rates(self) -> Calibration | None:
+        """What it chooses by. A dispatcher that chooses what moves returns from `__call__` what it means to move."""
+        return None
 
     @property
     def experts_spec(self) -> PartitionSpec:

@@ -63,7 +63,19 @@ class Fluid(Pooled):
             experts.version_M4[0], experts.chain_M[0], layer, x_TD.astype(jnp.float32),
             assignment.token_N[order.order_N], weight_N, order.counts_E, is_visited_E.astype(jnp.int32), settings,
         )  # fmt: skip
-        return y_TD.astype(x_TD.dtype), self.moved()
+        return y_TD.astype(x_TD.dtype), self._planned(order.counts_E, is_visited_E)
+
+    def _planned(self, rows_E: jax.Array, is_visited_E: jax.Array) -> jax.Array:
+        """Units by purpose and position, (purposes, P): as if no two choices of a token went to the same host."""
+        is_read_E = ~is_visited_E & (rows_E > 0)
+        units_EQ = jnp.stack([is_read_E.astype(jnp.int32), cost.CROSSINGS * rows_E * is_visited_E], axis=1)
+        units_PQ = jnp.zeros((self.table.num_positions, 2), jnp.int32).at[self.table.position_E].set(units_EQ)
+        return self.moved(weights=units_PQ[:, 0], gradients=units_PQ[:, 0], tokens=units_PQ[:, 1])
+
+    @property
+    def rates(self) -> calibration.Calibration:
+        path = self.options.calibration
+        return calibration.load(path) if path else calibration.current()
 
     def quota(self, num_assignments: int) -> int:
         """Rows that a member with N assignments may leave for each home."""
@@ -82,7 +94,5 @@ class Fluid(Pooled):
         elif self.options.cost == "bytes":
             is_visited_E = cost.visit_by_bytes(rows_E, rank, layer)
         else:
-            path = self.options.calibration
-            rates = calibration.load(path) if path else calibration.current()
-            is_visited_E = cost.visit_by_time(rows_E, rank, layer, rates)
+            is_visited_E = cost.visit_by_time(rows_E, rank, layer, self.rates)
         return cost.within_quota(is_visited_E, rows_E, layer, quota)

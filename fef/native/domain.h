@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "floats.h"
 #include "fabric.h"
 #include "flight.h"
 #include "host_cache.h"
@@ -52,6 +53,7 @@ struct TableShape {
   int slots = 2;                // at most; memory is taken when one is first needed
   int stages = 2;
   int64_t cache_bytes = INT64_MAX;  // of other hosts' blocks
+  bool is_fetched_ahead = true;     // what was used last time, as soon as it can be had
 
   int64_t block_bytes() const { return block_elems * elem_bytes; }
 };
@@ -75,7 +77,7 @@ struct Version {
 };
 
 // Columns of the ledger, in the order of fef/pool/ledger.py.
-enum Purpose { kWeights, kRefetch, kGradients, kTokens, kMetadata, kNumPurposes };
+enum Purpose { kWeights, kRefetch, kGradients, kTokens, kMetadata, kMissed, kNumPurposes };
 enum WaitKind { kWaitPublished, kWaitStage, kWaitClosed, kWaitTokens, kNumWaitKinds };
 
 class Domain;
@@ -202,7 +204,7 @@ class Domain {
     std::atomic<uint32_t> leases[kMaxMembers];  // by host, so that those of a dead one can be left out
   };
   struct Gradients {  // sums of one home under one version
-    std::unique_ptr<float[]> sums;
+    Floats sums;
     std::vector<char> written;  // [layers * blocks_per_member]
   };
   struct VersionState {
@@ -240,7 +242,7 @@ class Domain {
     uint64_t told = 0, taken = 0;       // bit per host: has said what it sends; has taken what it needs
     // Of each host, for each expert that lives here: the sum of its members' gradients, null when there is none.
     std::vector<std::vector<const float*>> sums;
-    std::vector<std::unique_ptr<float[]>> fetched;  // what could not be mapped
+    std::vector<Floats> fetched;  // what could not be mapped
     int num_missing = 0;                // blocks that are announced and not here
   };
   using ManifestKey = std::tuple<StageKey, int>;  // stage, use
@@ -334,7 +336,7 @@ class Domain {
   bool MakeRoom(int min_distance);
   bool FetchIfRoom(VersionState& state, const Version& version, int layer, int expert);
   void FetchAhead(VersionState& state, const Version& version);
-  void RememberUse(const VersionState& state);
+  void RememberUse(VersionState& state);
   void DropUnused();
   std::string Where(const Version& version) const;
   std::string Ranks(uint64_t bits) const;

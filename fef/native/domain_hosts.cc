@@ -228,7 +228,7 @@ bool Domain::FetchIfRoom(VersionState& state, const Version& version, int layer,
 
 // Asks for what this host's members used last time, in the order in which they will come to it, as far as there is room.
 void Domain::FetchAhead(VersionState& state, const Version& version) {
-  if (local_ranks_.empty() || !is_open_) return;
+  if (local_ranks_.empty() || !is_open_ || !shape_.is_fetched_ahead) return;
   const int step = state.is_backward ? -1 : 1;
   for (int layer = state.at_layer; layer >= 0 && layer < shape_.layers; layer += step) {
     for (int expert = 0; expert < shape_.experts; ++expert) {
@@ -238,12 +238,19 @@ void Domain::FetchAhead(VersionState& state, const Version& version) {
   }
 }
 
-// What is fetched ahead under later versions, once this host's members have all done with this one.
-void Domain::RememberUse(const VersionState& state) {
+// What is fetched ahead under later versions, once this host's members have all done with this one. What was fetched
+// ahead under this one and not read was no use.
+void Domain::RememberUse(VersionState& state) {
   if (local_ranks_.empty() || (state.closed & all_local_) != all_local_) return;
   std::fill(last_used_.begin(), last_used_.end(), 0);
   for (int rank : local_ranks_) {
     for (size_t i = 0; i < last_used_.size(); ++i) last_used_[i] |= state.was_read[rank * last_used_.size() + i];
+  }
+  for (size_t i = 0; i < last_used_.size(); ++i) {
+    if (!state.was_fetched[i] || last_used_[i]) continue;
+    const int layer = int(i) / shape_.experts, expert = int(i) % shape_.experts;
+    Count(state, local_ranks_[0], layer, kWeights, expert, -1);
+    Count(state, local_ranks_[0], layer, kMissed, expert);
   }
 }
 

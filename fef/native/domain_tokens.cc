@@ -49,7 +49,7 @@ Status Domain::Depart(const Version& version, int rank, int layer, bool is_backw
   std::vector<int> host_of_expert(shape_.experts);
   for (int expert = 0; expert < shape_.experts; ++expert) host_of_expert[expert] = this->host_of_expert(expert);
   std::vector<Sending> sendings = SortByHost(assignments, host_of_expert, num_hosts_, is_deduplicated);
-  std::vector<std::unique_ptr<float[]>> outboxes(num_hosts_);
+  std::vector<Floats> outboxes(num_hosts_);
   std::vector<RowCopy> copies;
   for (int host : hosts_) {
     const std::vector<int32_t>& tokens = sendings[host].token_of;

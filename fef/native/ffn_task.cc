@@ -8,12 +8,6 @@
 
 namespace fef {
 
-namespace {
-
-std::unique_ptr<float[]> Scratch(int64_t elems) { return std::unique_ptr<float[]>(new float[elems]); }
-
-}  // namespace
-
 FfnTask::FfnTask(const FfnCall& call, bool is_backward, const std::function<bool(int)>& is_computed)
     : call_(call),
       table_(call.domain->shape()),
@@ -125,7 +119,7 @@ std::vector<float> FfnTask::Means(int expert) const {
 }
 
 void FfnForward::ComputeNext(Executor& executor, int64_t most_rows, int64_t num_rows) {
-  if (h_ == nullptr) h_ = Scratch(num_rows * call_.d_expert);
+  if (h_ == nullptr) h_ = Allocate(num_rows * call_.d_expert);
   std::vector<Loan> loans;
   const std::vector<RowSegment> segments = TakePortion(most_rows, &loans);
   if (call_.device.has_values) Compute(executor, segments);
@@ -169,7 +163,7 @@ Status FfnBackward::Stage(const std::vector<int>& experts, int64_t num_rows, Exe
     d_up_[experts[i]] = staged[i] + matrix;
     d_down_[experts[i]] = staged[i] + 2 * matrix;
   }
-  for (auto* scratch : {&h_, &dh_, &dg_, &du_}) *scratch = Scratch(num_rows * call_.d_expert);
+  for (auto* scratch : {&h_, &dh_, &dg_, &du_}) *scratch = Allocate(num_rows * call_.d_expert);
   return Status::Ok();
 }
 

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "floats.h"
 #include "device.h"
 #include "gemm.h"
 #include "task.h"
@@ -94,7 +95,7 @@ class FfnForward : public FfnTask {
   void Compute(Executor& executor, const std::vector<RowSegment>& segments);
   void StandIn(Executor& executor, const std::vector<RowSegment>& segments);
 
-  std::unique_ptr<float[]> h_;
+  Floats h_;
 };
 
 // dy, x, g, u -> dx. The weights' gradients are written straight into the staging.
@@ -125,7 +126,7 @@ class FfnBackward : public FfnTask {
 
   int stage_ = -1;
   std::vector<float*> d_gate_, d_up_, d_down_;  // by expert
-  std::unique_ptr<float[]> h_, dh_, dg_, du_;
+  Floats h_, dh_, dg_, du_;
   std::vector<int> computed_;  // not yet sent
 };
 

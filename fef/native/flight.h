@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "floats.h"
 #include "parallel.h"
 #include "status.h"
 
@@ -69,12 +70,12 @@ struct Flight {
   struct Guest {
     bool is_told = false, is_here = false;  // the parcel; its rows
     Parcel parcel;
-    std::unique_ptr<float[]> fetched;  // the rows of another host's member, one after the other
+    Floats fetched;  // the rows of another host's member, one after the other
     const float* own_rows = nullptr;   // those of one of this host lie in its own array, at token_of
     std::vector<int32_t> token_of;
     uint64_t served_by = 0;  // bit per rank of this host whose experts see them
     bool is_summing = false, is_summed = false;
-    std::unique_ptr<float[]> results;  // a row for each of its rows
+    Floats results;  // a row for each of its rows
     std::vector<float> dots;           // of each assignment, in a backward pass
   };
   // What a member of this host has made of its visitors' rows.
@@ -88,9 +89,9 @@ struct Flight {
   // Rows of a member of this host that went to another one.
   struct Trip {
     Sending sending;
-    std::unique_ptr<float[]> outbox;
+    Floats outbox;
     bool is_back = false;
-    std::unique_ptr<float[]> results;
+    Floats results;
     std::vector<float> dots;
   };
 

@@ -3,17 +3,24 @@
 #define FEF_FLOATS_H_
 
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
-#include <new>
 #include <string>
 
 #include "status.h"
 
 namespace fef {
 
+struct FreeFloats {
+  void operator()(float* floats) const { std::free(floats); }
+};
+// Begins at a cache line: where an array lies must not show in the last bit of what is computed with it.
+using Floats = std::unique_ptr<float[], FreeFloats>;
+
 // Not set to anything; null if there is no memory.
-inline std::unique_ptr<float[]> Allocate(size_t elems) {
-  return std::unique_ptr<float[]>(new (std::nothrow) float[elems]);
+inline Floats Allocate(size_t elems) {
+  constexpr size_t kLine = 64;
+  return Floats(static_cast<float*>(std::aligned_alloc(kLine, (elems * sizeof(float) / kLine + 1) * kLine)));
 }
 
 inline Status NoMemory(const std::string& what, size_t elems) {

@@ -84,7 +84,8 @@ class Visitors {
       const auto& [rank, host] = rank_and_host;
       if (rank != call_.ffn.rank) continue;
       const Flight::Guest& self = flight_->guests[rank];
-      const bool is_here = trip.results == nullptr;
+      if (trip.sending.parcel.num_rows == 0) continue;
+      const bool is_here = trip.results == nullptr;  // on the member's own host
       const float* rows = is_here ? self.results.get() : trip.results.get();
       for (size_t i = 0; i < trip.sending.token_of.size(); ++i) {
         terms->push_back({trip.sending.token_of[i], 1.0f, rows + int64_t(i) * call_.ffn.d_model});
@@ -342,7 +343,7 @@ class Backward : public FluidTask<BackwardBase> {
 
   const float *const tokens_, *const kept_y_;
   float *const out_, *const dweight_;
-  std::unique_ptr<float[]> rows_, results_;  // (M, D): of dy, weighted, and of dx
+  Floats rows_, results_;  // (M, D): of dy, weighted, and of dx
   std::vector<float> dots_;                  // (M,)
 };
 

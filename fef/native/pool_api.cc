@@ -83,8 +83,8 @@ void fef_pool_close(int32_t incarnation) { fef::ClosePool(incarnation); }
 // home, local: one entry per expert. *table receives the table's number.
 int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int experts, int members,
                        const int32_t* home, const int32_t* local, int blocks_per_member, int64_t block_elems,
-                       int elem_bytes, int slots, int stages, int64_t cache_bytes, int32_t* table, char* error,
-                       int error_bytes) {
+                       int elem_bytes, int slots, int stages, int64_t cache_bytes, int is_fetched_ahead,
+                       int32_t* table, char* error, int error_bytes) {
   const auto pool = fef::FindPool(incarnation);
   if (pool == nullptr) {
     const auto status = fef::Status::Error(fef::Code::kPoolClosed, "table ", name, ": the pool was closed");
@@ -103,6 +103,7 @@ int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int ex
   shape.slots = slots;
   shape.stages = stages;
   shape.cache_bytes = cache_bytes;
+  shape.is_fetched_ahead = is_fetched_ahead != 0;
   return ToCode(pool->AddTable(shape, table), error, error_bytes);
 }
 

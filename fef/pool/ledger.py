@@ -1,15 +1,16 @@
 """The ledger: how many units of what moved between members, by layer and expert, and how long members waited.
 
-Counts are exact integers. A unit is a block (weights, refetch, gradients), a token row (tokens) or a byte (metadata);
-`UNITS` gives its size. What a member already holds at home moves nothing and is not counted.
+Counts are exact integers. A unit is a block (weights, refetch, gradients, missed), a token row (tokens) or a byte
+(metadata); `Units` gives its size. Missed are blocks that were fetched ahead and then not used. What a member already
+holds at home moves nothing and is not counted.
 """
 
 import dataclasses
 
 import numpy as np
 
-PURPOSES = ("weights", "refetch", "gradients", "tokens", "metadata")
-WEIGHTS, REFETCH, GRADIENTS, TOKENS, METADATA = range(len(PURPOSES))
+PURPOSES = ("weights", "refetch", "gradients", "tokens", "metadata", "missed")
+WEIGHTS, REFETCH, GRADIENTS, TOKENS, METADATA, MISSED = range(len(PURPOSES))
 WAITS = ("published", "stage", "closed", "tokens")
 
 
@@ -29,6 +30,7 @@ class Units:
             "gradients": self.gradient_bytes,
             "tokens": self.row_bytes,
             "metadata": 1,
+            "missed": self.block_bytes,
         }
         return sizes[purpose]
 
@@ -47,8 +49,8 @@ def bytes_by_purpose(counts_LQE: np.ndarray, units: Units) -> dict[str, int]:
 def bytes_received(counts_MLQP: np.ndarray, ranks: int, units: Units) -> dict[str, np.ndarray]:
     """Exact bytes that each member received from each other one, by purpose.
 
-    Weights, refetched ones and metadata come from the home of their position, gradients go there, and token rows go
-    there and come back: half of them each, and when a member has sent an odd number, the last one went there.
+    Weights, refetched and missed ones and metadata come from the home of their position, gradients go there, and token
+    rows go there and come back: half of them each, and when a member has sent an odd number, the last one went there.
 
     Example, 2 members with one position each: member 0 reads position 1 and sends its gradient. Then entry [0, 1] of
     weights is one block (member 0, from rank 1), and entry [1, 0] of gradients is one block.

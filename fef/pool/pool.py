@@ -196,7 +196,7 @@ class Pool:
             "fef_pool_add_table", name.encode(), num_layers, experts.num_experts, experts.num_members,
             home_E.ctypes.data_as(ints), local_E.ctypes.data_as(ints), experts.per_member,
             ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages,
-            ctypes.c_int64(self.config.cache_bytes), ctypes.byref(number),
+            ctypes.c_int64(self.config.cache_bytes), int(self.config.fetch_ahead), ctypes.byref(number),
         )  # fmt: skip
         return number.value
 
