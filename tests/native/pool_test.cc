@@ -344,7 +344,7 @@ void TestRefusals() {
   std::vector<int32_t> counts(fef::kNumPurposes * 2);
   std::vector<float> waits_us(fef::kNumWaitKinds);
   CheckOk(domain.ReadLedger(At(40), 0, counts.data(), waits_us.data()), "ReadLedger");
-  Check(waits_us == std::vector<float>{2.0f, 0.0f, 0.0f}, "waits are counted where they belong");
+  Check(waits_us == std::vector<float>{2.0f, 0.0f, 0.0f, 0.0f}, "waits are counted where they belong");
   domain.Close();
   CheckError(Read(domain, At(40), 0, 0, 0, &lease), Code::kPoolClosed, "closed", "Read after Close");
   CheckError(Publish(domain, 41, 0, 41), Code::kPoolClosed, "closed", "Publish after Close");
