@@ -210,7 +210,7 @@ class Tagger:
     """
 
     def __init__(self, host: int, out: IO[str]):
-        self.host, self.out, self.rest = host, out, b""
+        self.host, self.out, self.rest, self.is_after_noise = host, out, b"", False
 
     def feed(self, data: bytes) -> None:
         """Takes what the host has written, b"" at its end."""
@@ -224,16 +224,18 @@ class Tagger:
         text = line.rstrip(b"\r\n").decode(errors="replace")
         is_bar = line.endswith(b"\r")
         is_hidden_bar = is_bar and (self.host > 0 or not self.out.isatty() or not text.strip())
-        if is_hidden_bar or _is_noise(line):
+        self.is_after_noise = _is_noise(line, self.is_after_noise)
+        if is_hidden_bar or self.is_after_noise:
             return
         erase = "\r\x1b[K" if self.out.isatty() else ""
         self.out.write(f"{erase}h{self.host}| {text}" + ("" if is_bar else "\n"))
         self.out.flush()
 
 
-def _is_noise(line: bytes) -> bool:
+def _is_noise(line: bytes, is_after_noise: bool) -> bool:
+    """Whether it is Gloo's; a number alone is, if it comes right after it."""
     rest, pieces = _GLOO.subn(b"", line)
-    return pieces > 0 and not rest.strip(b"0123456789 \r\n")
+    return (pieces > 0 or (is_after_noise and bool(rest.strip()))) and not rest.strip(b"0123456789 \r\n")
 
 
 def _die_with_parent() -> None:

@@ -110,10 +110,11 @@ def test_what_gloo_prints_in_pieces_is_not_shown():
         "[Gloo] Rank ",
         "[Gloo] Rank [Gloo] Rank 1 is connected to 3 peer ranks. ",
         f"20 peer ranks. {number}{number}",
+        "3",
     ]
     file = io.StringIO()
-    launch.Tagger(0, file).feed("\n".join([*pieces, "Rank 1 is connected to 3\n"]).encode())
-    assert file.getvalue() == "h0| Rank 1 is connected to 3\n"
+    launch.Tagger(0, file).feed("\n".join([*pieces, "Rank 1 is connected to 3", "3\n"]).encode())
+    assert file.getvalue() == "h0| Rank 1 is connected to 3\nh0| 3\n"
 
 
 @pytest.mark.parametrize(

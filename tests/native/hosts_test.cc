@@ -289,7 +289,8 @@ void TestReadsAreChecked() {
   CheckError(ask([](fef::Message& m) { m.layer = 1; }), Code::kInvalidArgument, "out of range", "layer");
   CheckError(ask([](fef::Message& m) { m.expert = -1; }), Code::kInvalidArgument, "out of range", "expert");
   CheckError(ask([](fef::Message& m) { m.expert = 1; }), Code::kInvalidArgument, "its home is rank 1", "not its home");
-  CheckError(ask([](fef::Message& m) { m.stage = 0; m.rank = 0; }), Code::kStaleVersion, "not staged", "no such stage");
+  CheckError(ask([](fef::Message& m) { m.region = fef::Region::kGradient, m.stage = 0, m.rank = 0; }),
+             Code::kStaleVersion, "not staged", "no such stage");
   CheckError(ask([](fef::Message& m) { m.stage = 99; m.rank = 5; }), Code::kStaleVersion, "not staged", "stage 99");
 }
 
