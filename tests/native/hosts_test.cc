@@ -291,7 +291,8 @@ void TestReadsAreChecked() {
   CheckError(ask([](fef::Message& m) { m.expert = 1; }), Code::kInvalidArgument, "its home is rank 1", "not its home");
   CheckError(ask([](fef::Message& m) { m.region = fef::Region::kGradient, m.stage = 0, m.rank = 0; }),
              Code::kStaleVersion, "not staged", "no such stage");
-  CheckError(ask([](fef::Message& m) { m.region = fef::Region::kGradient, m.stage = 99, m.rank = 5; }), Code::kStaleVersion, "not staged", "stage 99");
+  CheckError(ask([](fef::Message& m) { m.region = fef::Region::kGradient, m.stage = 99, m.rank = 5; }),
+             Code::kStaleVersion, "not staged", "stage 99");
 }
 
 // The home knows nothing of a one-sided read: the reader itself finds that the block is gone, also when that happens
