@@ -17,6 +17,7 @@ from fef.config import UserError
 AXES = ("data", "expert")
 TOKENS = PartitionSpec(AXES)  # the leading dimension (batch, or one entry per member) over all devices
 EXPERTS = PartitionSpec("expert")  # the leading dimension (expert positions) over the members
+LAYERED_EXPERTS = PartitionSpec(None, "expert")  # the same behind a leading axis of layers
 REPLICATED = PartitionSpec()
 
 

@@ -92,6 +92,7 @@ class Training:
         self, config: Config, folder: pathlib.Path, corpus: data.Corpus, mesh: Any, stack: contextlib.ExitStack
     ):
         self.config, self.folder, self.corpus, self.mesh = config, folder, corpus, mesh
+        self.uses_pool = _dispatcher(config).uses_pool
         self.stepper = Stepper(config, mesh)
         self.rates = self.stepper.dispatcher.rates if self.stepper.dispatcher else None
         self.shardings = self.stepper.shardings()
@@ -290,13 +291,9 @@ class Training:
             "skipped_updates": int(metrics["skipped_updates"]),
         }
         if self.stepper.dispatcher is None:
-            none = {"bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "bytes_received": {}}
-            return (
-                row
-                | none
-                | {"wait_ms": 0.0, "waits_ms": {}, "gate_entropy": []}
-                | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
-            )
+            nothing = {"bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "bytes_received": {}}
+            no_waits = {"wait_ms": 0.0, "waits_ms": {}, "gate_entropy": []}
+            return row | nothing | no_waits | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
         units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
         moved = bytes_by_purpose(metrics["moved_MLQP"].sum(0, dtype=np.int64), units)
         return row | {
@@ -315,11 +312,7 @@ class Training:
         for step in self.checkpointer.close():
             say(f"saved step {step}")
         summary = None
-        refused = (
-            sum(hosts.gather("its count of refusals", current().refused))
-            if _dispatcher(self.config).uses_pool
-            else None
-        )
+        refused = sum(hosts.gather("its count of refusals", current().refused)) if self.uses_pool else None
         if hosts.is_main():
             summary = self._summary(refused)
             write_json_atomic(self.folder / "summary.json", summary)
@@ -370,7 +363,7 @@ class Training:
             "params_active": active,
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
-            "transport": current().transport if _dispatcher(self.config).uses_pool else None,
+            "transport": current().transport if self.uses_pool else None,
             "refused": refused,
             "commit": provenance.commit(),
             "versions": provenance.versions(),

@@ -96,10 +96,8 @@ class Pooled(Dispatcher):
             version_4, chain = publish(handle_2, arrays, _NUM_PARTS, self.block_dtype)
             return version_4[None], chain[None]
 
-        layers_first = PartitionSpec(None, "expert")
-        run = island(
-            self.mesh, body, (sharding.REPLICATED, *[layers_first] * len(arrays)), (sharding.TOKENS, sharding.TOKENS)
-        )
+        specs = (sharding.REPLICATED, *[sharding.LAYERED_EXPERTS] * len(arrays))
+        run = island(self.mesh, body, specs, (sharding.TOKENS, sharding.TOKENS))
         version_M4, chain_M = run(jnp.asarray(handle_2), *arrays)
         return Published(version_M4, chain_M, (d_model, d_expert))
 

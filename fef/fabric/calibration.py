@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fef.config import UserError
+from fef.metrics import write_json_atomic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Calibration:
 
     def save(self, path: pathlib.Path) -> None:
         """Writes it as JSON, whole or not at all."""
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        unfinished.replace(path)
+        write_json_atomic(path, dataclasses.asdict(self))
 
 
 # Of no machine: what choices go by when nothing was measured and no file is named.

@@ -24,7 +24,7 @@ from fef.ops.publish import publish
 from fef.ops.release import release
 from fef.pool import pool as pools
 from fef.pool.table import ExpertTable
-from fef.sharding import REPLICATED, TOKENS, island
+from fef.sharding import LAYERED_EXPERTS, REPLICATED, TOKENS, island, named
 
 REPEATS = 5
 LEAST_S = 10e-6  # differences of two measured times are not to be trusted below
@@ -68,7 +68,7 @@ def _read_seconds(mesh: Mesh, elems: int) -> float:
     members = mesh.shape["expert"]
     table = ExpertTable(members, members)
     handle_2 = pools.current().table("calibration", 1, table, ((elems,),), jnp.float32)
-    blocks = jax.jit(lambda: jnp.zeros((1, members, elems)), out_shardings=jax.NamedSharding(mesh, _BLOCKS))()
+    blocks = jax.jit(lambda: jnp.zeros((1, members, elems)), out_shardings=named(mesh, LAYERED_EXPERTS))()
 
     def program(is_reading: bool) -> Callable:
         def member(handle_2: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -78,15 +78,12 @@ def _read_seconds(mesh: Mesh, elems: int) -> float:
             read = get(version_4, chain, jnp.int32(0), ids, elems, jnp.float32)
             return release(version_4, read.sum())[None]
 
-        return jax.jit(island(mesh, member, (REPLICATED, _BLOCKS), TOKENS))
+        return jax.jit(island(mesh, member, (REPLICATED, LAYERED_EXPERTS), TOKENS))
 
     def seconds(run: Callable) -> float:
         return _median_seconds(run, jnp.asarray(handle_2), blocks)
 
     return max(seconds(program(True)) - seconds(program(False)), LEAST_S)
-
-
-_BLOCKS = jax.sharding.PartitionSpec(None, "expert")
 
 
 def _gemm_rate(mesh: Mesh, d_model: int, d_expert: int, matmul: str) -> tuple[float, float]:

@@ -176,7 +176,7 @@ class Domain {
   std::optional<Status> Returned(const Flight& flight, int rank) const;
   std::string DescribeFlight(const Flight& flight, int rank) const;
   // `rank` has computed its visitors' rows; what `service` points to stays until it leaves.
-  void Serve(const std::shared_ptr<Flight>& flight, int rank, const Flight::Service& service, Executor& executor);
+  void Serve(const std::shared_ptr<Flight>& flight, int rank, Flight::Service service, Executor& executor);
   void LeaveFlight(const std::shared_ptr<Flight>& flight, int rank);
 
   // `rank` sends nothing more under this version and reads it no more.
@@ -204,7 +204,7 @@ class Domain {
     std::atomic<uint32_t> leases[kMaxMembers];  // by host, so that those of a dead one can be left out
   };
   struct Gradients {  // sums of one home under one version
-    Floats sums;
+    FloatArray sums;
     std::vector<char> written;  // [layers * blocks_per_member]
   };
   struct VersionState {
@@ -242,7 +242,7 @@ class Domain {
     uint64_t told = 0, taken = 0;       // bit per host: has said what it sends; has taken what it needs
     // Of each host, for each expert that lives here: the sum of its members' gradients, null when there is none.
     std::vector<std::vector<const float*>> sums;
-    std::vector<Floats> fetched;  // what could not be mapped
+    std::vector<FloatArray> fetched;  // what could not be mapped
     int num_missing = 0;                // blocks that are announced and not here
   };
   using ManifestKey = std::tuple<StageKey, int>;  // stage, use
@@ -322,7 +322,8 @@ class Domain {
   void Welcome(Flight::Guest& guest, int rank, const Parcel& parcel) const;
   Status Absent(const Flight& flight, int host) const;
   void ForgetFlights(uint64_t version_key);
-  void CountSending(VersionState& state, int rank, const FlightKey& key, int host, const Sending& sending) const;
+  void CountSending(VersionState& state, int rank, const FlightKey& key, int host, const Parcel& parcel,
+                    size_t parcel_bytes) const;
   void OnFlight(const Message& message, const std::string& payload);
   void TakeParcel(const std::shared_ptr<Flight>& flight, const Message& message, const std::string& payload);
   void TakeServed(const std::shared_ptr<Flight>& flight, const Message& message, const std::string& payload);

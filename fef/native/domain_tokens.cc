@@ -49,11 +49,14 @@ Status Domain::Depart(const Version& version, int rank, int layer, bool is_backw
   std::vector<int> host_of_expert(shape_.experts);
   for (int expert = 0; expert < shape_.experts; ++expert) host_of_expert[expert] = this->host_of_expert(expert);
   std::vector<Sending> sendings = SortByHost(assignments, host_of_expert, num_hosts_, is_deduplicated);
-  std::vector<Floats> outboxes(num_hosts_);
+  std::vector<FloatArray> outboxes(num_hosts_);
+  std::vector<std::string> parcels(num_hosts_);
   std::vector<RowCopy> copies;
   for (int host : hosts_) {
+    if (host == me_) continue;
+    parcels[host] = sendings[host].parcel.ToBytes();
     const std::vector<int32_t>& tokens = sendings[host].token_of;
-    if (host == me_ || tokens.empty()) continue;
+    if (tokens.empty()) continue;
     outboxes[host] = Allocate(tokens.size() * width);
     if (outboxes[host] == nullptr) return NoMemory("tokens: table " + shape_.name, tokens.size() * width);
     for (size_t i = 0; i < tokens.size(); ++i) {
@@ -79,7 +82,7 @@ Status Domain::Depart(const Version& version, int rank, int layer, bool is_backw
   }
   joined.width = width;
   for (int host : hosts_) {
-    CountSending(*state, rank, key, host, sendings[host]);
+    CountSending(*state, rank, key, host, sendings[host].parcel, parcels[host].size());
     if (host == me_) {
       Flight::Guest& guest = joined.guests[rank];
       guest.own_rows = rows;
@@ -90,7 +93,7 @@ Status Domain::Depart(const Version& version, int rank, int layer, bool is_backw
       Message message = About(Kind::kTokens, key);
       message.rank = rank;
       message.offset = uint64_t(width);
-      neighbourhood_.fabric->Send(host, message, sendings[host].parcel.ToBytes());
+      neighbourhood_.fabric->Send(host, message, parcels[host]);
     }
     Flight::Trip& trip = joined.trips[{rank, host}];
     trip.is_back = sendings[host].parcel.num_rows == 0;
@@ -103,8 +106,8 @@ Status Domain::Depart(const Version& version, int rank, int layer, bool is_backw
 
 // A row counts when it goes and when its result comes back, at the first expert that it goes to; what is said of the rows
 // at the first expert of all.
-void Domain::CountSending(VersionState& state, int rank, const FlightKey& key, int host, const Sending& sending) const {
-  const Parcel& parcel = sending.parcel;
+void Domain::CountSending(VersionState& state, int rank, const FlightKey& key, int host, const Parcel& parcel,
+                          size_t parcel_bytes) const {
   size_t assignment = 0;
   int32_t next_row = 0;
   int first_expert = -1;
@@ -120,7 +123,7 @@ void Domain::CountSending(VersionState& state, int rank, const FlightKey& key, i
   }
   if (host == me_ || first_expert < 0) return;
   const size_t num_dots = key.is_backward ? parcel.row_of.size() : 0;
-  Count(state, rank, key.layer, kMetadata, first_expert, int(parcel.ToBytes().size() + num_dots * sizeof(float)));
+  Count(state, rank, key.layer, kMetadata, first_expert, int(parcel_bytes + num_dots * sizeof(float)));
 }
 
 // Notes whose experts the guest's rows are to see.
@@ -198,12 +201,11 @@ std::vector<int> Domain::ExpertsOf(int rank) const {
   return experts;
 }
 
-void Domain::Serve(const std::shared_ptr<Flight>& flight, int rank, const Flight::Service& service,
-                   Executor& executor) {
+void Domain::Serve(const std::shared_ptr<Flight>& flight, int rank, Flight::Service service, Executor& executor) {
   std::vector<int> to_sum;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    flight->services[rank] = service;
+    flight->services[rank] = std::move(service);
     flight->services[rank].is_done = true;
     for (int other = 0; other < shape_.members; ++other) {
       Flight::Guest& guest = flight->guests[other];
@@ -239,7 +241,7 @@ Status Domain::SumResults(Flight& flight, int rank, Executor& executor) const {
     if (!(guest.served_by >> server & 1)) continue;
     const Flight::Service& service = flight.services[server];
     if (service.dots != nullptr) guest.dots.resize(guest.parcel.row_of.size());
-    for (const Visit& visit : VisitsOf(flight, ExpertsOf(server), server, service.first_row)) {
+    for (const Visit& visit : service.visits) {
       if (visit.guest != rank) continue;
       for (int64_t i = 0; i < visit.num_assignments; ++i) {
         const int64_t assignment = visit.first_assignment + i, row = visit.first_row + i;

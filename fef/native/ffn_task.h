@@ -95,7 +95,7 @@ class FfnForward : public FfnTask {
   void Compute(Executor& executor, const std::vector<RowSegment>& segments);
   void StandIn(Executor& executor, const std::vector<RowSegment>& segments);
 
-  Floats h_;
+  FloatArray h_;
 };
 
 // dy, x, g, u -> dx. The weights' gradients are written straight into the staging.
@@ -126,7 +126,7 @@ class FfnBackward : public FfnTask {
 
   int stage_ = -1;
   std::vector<float*> d_gate_, d_up_, d_down_;  // by expert
-  Floats h_, dh_, dg_, du_;
+  FloatArray h_, dh_, dg_, du_;
   std::vector<int> computed_;  // not yet sent
 };
 

@@ -140,16 +140,19 @@ void CopyRows(Executor& executor, const std::vector<RowCopy>& copies, int64_t wi
   });
 }
 
+const float* VisitingRow(const Flight& flight, const Visit& visit, int64_t i) {
+  const Flight::Guest& guest = flight.guests[visit.guest];
+  const int64_t row = guest.parcel.row_of[visit.first_assignment + i];
+  return guest.own_rows != nullptr ? guest.own_rows + guest.token_of[row] * flight.width
+                                   : guest.fetched.get() + row * flight.width;
+}
+
 void AppendCopies(const Flight& flight, const Visit& visit, float* array, bool is_weighted,
                   std::vector<RowCopy>* copies) {
-  const Flight::Guest& guest = flight.guests[visit.guest];
+  const std::vector<float>& weight_of = flight.guests[visit.guest].parcel.weight_of;
   for (int64_t i = 0; i < visit.num_assignments; ++i) {
-    const int64_t assignment = visit.first_assignment + i;
-    const int32_t row = guest.parcel.row_of[assignment];
-    const float* from = guest.own_rows != nullptr ? guest.own_rows + int64_t{guest.token_of[row]} * flight.width
-                                                  : guest.fetched.get() + int64_t{row} * flight.width;
-    copies->push_back({from, array + (visit.first_row + i) * flight.width,
-                       is_weighted ? guest.parcel.weight_of[assignment] : 1.0f});
+    copies->push_back({VisitingRow(flight, visit, i), array + (visit.first_row + i) * flight.width,
+                       is_weighted ? weight_of[visit.first_assignment + i] : 1.0f});
   }
 }
 

@@ -65,33 +65,41 @@ struct FlightKey {
   bool operator<(const FlightKey& other) const { return tie() < other.tie(); }
 };
 
+// Assignments that one expert of a member sees of one guest.
+struct Visit {
+  int expert = 0;
+  int guest = 0;              // rank
+  int64_t first_row = 0;      // in the member's array
+  int64_t first_assignment = 0, num_assignments = 0;  // in the guest's parcel
+};
+
 struct Flight {
   // A member with what it sends to this host, and what comes back.
   struct Guest {
     bool is_told = false, is_here = false;  // the parcel; its rows
     Parcel parcel;
-    Floats fetched;  // the rows of another host's member, one after the other
+    FloatArray fetched;  // the rows of another host's member, one after the other
     const float* own_rows = nullptr;   // those of one of this host lie in its own array, at token_of
     std::vector<int32_t> token_of;
     uint64_t served_by = 0;  // bit per rank of this host whose experts see them
     bool is_summing = false, is_summed = false;
-    Floats results;  // a row for each of its rows
+    FloatArray results;  // a row for each of its rows
     std::vector<float> dots;           // of each assignment, in a backward pass
   };
   // What a member of this host has made of its visitors' rows.
   struct Service {
     bool is_done = false;
-    const float* rows = nullptr;        // (M, D), visitors' from first_row on, in the order of VisitsOf
-    int64_t first_row = 0;
-    const float* dots = nullptr;        // (M,), in a backward pass
-    bool is_weighted = false;           // whether the sum takes the assignments' weights
+    std::vector<Visit> visits;
+    const float* rows = nullptr;  // (M, D)
+    const float* dots = nullptr;  // (M,), in a backward pass
+    bool is_weighted = false;     // whether the sum takes the assignments' weights
   };
   // Rows of a member of this host that went to another one.
   struct Trip {
     Sending sending;
-    Floats outbox;
+    FloatArray outbox;
     bool is_back = false;
-    Floats results;
+    FloatArray results;
     std::vector<float> dots;
   };
 
@@ -105,14 +113,6 @@ struct Flight {
   Status failure;
 };
 
-// Assignments that one expert of a member sees of one guest.
-struct Visit {
-  int expert = 0;
-  int guest = 0;              // rank
-  int64_t first_row = 0;      // in the member's array
-  int64_t first_assignment = 0, num_assignments = 0;  // in the guest's parcel
-};
-
 // Of a member's experts, by expert, then guest; its array holds visitors from first_row on.
 std::vector<Visit> VisitsOf(const Flight& flight, const std::vector<int>& experts, int rank, int64_t first_row);
 
@@ -122,6 +122,9 @@ struct RowCopy {
   float factor;
 };
 void CopyRows(Executor& executor, const std::vector<RowCopy>& copies, int64_t width);
+
+// The row that a visit's i-th assignment has brought.
+const float* VisitingRow(const Flight& flight, const Visit& visit, int64_t i);
 
 // Where a visit's rows come from and go to; is_weighted: times the assignments' weights.
 void AppendCopies(const Flight& flight, const Visit& visit, float* array, bool is_weighted, std::vector<RowCopy>* copies);

@@ -15,12 +15,12 @@ struct FreeFloats {
   void operator()(float* floats) const { std::free(floats); }
 };
 // Begins at a cache line: where an array lies must not show in the last bit of what is computed with it.
-using Floats = std::unique_ptr<float[], FreeFloats>;
+using FloatArray = std::unique_ptr<float[], FreeFloats>;
 
 // Not set to anything; null if there is no memory.
-inline Floats Allocate(size_t elems) {
+inline FloatArray Allocate(size_t elems) {
   constexpr size_t kLine = 64;
-  return Floats(static_cast<float*>(std::aligned_alloc(kLine, (elems * sizeof(float) / kLine + 1) * kLine)));
+  return FloatArray(static_cast<float*>(std::aligned_alloc(kLine, (elems * sizeof(float) / kLine + 1) * kLine)));
 }
 
 inline Status NoMemory(const std::string& what, size_t elems) {

@@ -61,19 +61,19 @@ class Visitors {
 
   // dots[row] of each visiting row: of what has come, without its weight, and of the row of y.
   void Dot(const float* y, float* dots, Executor& executor) const {
-    std::vector<RowCopy> came;
     std::vector<DotProduct> products;
-    for (const Visit& visit : visits_) AppendCopies(*flight_, visit, nullptr, /*is_weighted=*/false, &came);
-    for (size_t i = 0; i < came.size(); ++i) {
-      const int64_t row = call_.ffn.num_rows + int64_t(i);
-      products.push_back({came[i].from, y + row * call_.ffn.d_model, dots + row});
+    for (const Visit& visit : visits_) {
+      for (int64_t i = 0; i < visit.num_assignments; ++i) {
+        const int64_t row = visit.first_row + i;
+        products.push_back({VisitingRow(*flight_, visit, i), y + row * call_.ffn.d_model, dots + row});
+      }
     }
     DotProducts(executor, products, call_.ffn.d_model);
   }
 
   void Serve(const float* rows, const float* dots, Executor& executor) {
     if (flight_ == nullptr) return;
-    domain().Serve(flight_, call_.ffn.rank, {false, rows, call_.ffn.num_rows, dots, /*is_weighted=*/!is_backward_},
+    domain().Serve(flight_, call_.ffn.rank, {false, visits_, rows, dots, /*is_weighted=*/!is_backward_},
                    executor);
   }
 
@@ -343,7 +343,7 @@ class Backward : public FluidTask<BackwardBase> {
 
   const float *const tokens_, *const kept_y_;
   float *const out_, *const dweight_;
-  Floats rows_, results_;  // (M, D): of dy, weighted, and of dx
+  FloatArray rows_, results_;  // (M, D): of dy, weighted, and of dx
   std::vector<float> dots_;                  // (M,)
 };
 

@@ -454,6 +454,32 @@ FfnCall MakeFfnCall(const Place& place, ffi::RunId run, int32_t ordinal, const S
   return call;
 }
 
+// The bindings of the expert FFNs have parts in common: what they begin with, a member's sorted assignments (token,
+// weight, rows, is_visiting), and the device.
+auto BindFfn() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::ThreadPool>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<Ints>()
+      .Arg<Ints>()
+      .Arg<Scalar>()
+      .Arg<Token>();
+}
+
+template <typename Binding>
+auto Assigned(Binding binding) {
+  return std::move(binding).template Arg<Ints>().template Arg<Vector>().template Arg<Ints>().template Arg<Ints>();
+}
+
+template <typename Binding>
+auto OnDevice(Binding binding) {
+  return std::move(binding)
+      .template Attr<double>("flops")
+      .template Attr<double>("half_rows")
+      .template Attr<bool>("has_values");
+}
+
 // chain, x_ND, rows_E -> y_ND, g_NF, u_NF.
 ffi::Future PooledFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
                              Scalar layer, Token, Floats x, Ints rows, ffi::Result<Floats> y, ffi::Result<Floats> g,
@@ -464,22 +490,7 @@ ffi::Future PooledFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordin
   return Start(place, pool, PooledFfn(call, x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::ThreadPool>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<Ints>()
-                           .Arg<Ints>()
-                           .Arg<Scalar>()
-                           .Arg<Token>()
-                           .Arg<Floats>()
-                           .Arg<Ints>()
-                           .Ret<Floats>()
-                           .Ret<Floats>()
-                           .Ret<Floats>()
-                           .Attr<double>("flops")
-                           .Attr<double>("half_rows")
-                           .Attr<bool>("has_values"));
+                       OnDevice(BindFfn().Arg<Floats>().Arg<Ints>().Ret<Floats>().Ret<Floats>().Ret<Floats>()));
 
 // chain, dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
 ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
@@ -494,24 +505,8 @@ ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32
                                               dx->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::ThreadPool>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<Ints>()
-                           .Arg<Ints>()
-                           .Arg<Scalar>()
-                           .Arg<Token>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Ints>()
-                           .Ret<Floats>()
-                           .Ret<Token>()
-                           .Attr<double>("flops")
-                           .Attr<double>("half_rows")
-                           .Attr<bool>("has_values"));
+                       OnDevice(BindFfn().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Ints>()
+                           .Ret<Floats>().Ret<Token>()));
 
 FluidCall MakeFluidCall(const Place& place, ffi::RunId run, int32_t ordinal, const Scalar& layer, const Floats& x_TD,
                         const Floats& x_MD, const Floats& g_MF, const Ints& token_N, const Vector& weight_N,
@@ -541,28 +536,8 @@ ffi::Future FluidFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordina
                         {x_MD->typed_data(), y_MD->typed_data(), g_MF->typed_data(), u_MF->typed_data()}));
 }
 XLA_FFI_DEFINE_HANDLER(kFluidFfn, FluidFfnHandler,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::ThreadPool>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<Ints>()
-                           .Arg<Ints>()
-                           .Arg<Scalar>()
-                           .Arg<Token>()
-                           .Arg<Floats>()
-                           .Arg<Ints>()
-                           .Arg<Vector>()
-                           .Arg<Ints>()
-                           .Arg<Ints>()
-                           .Ret<Floats>()
-                           .Ret<Floats>()
-                           .Ret<Floats>()
-                           .Ret<Floats>()
-                           .Ret<Floats>()
-                           .Attr<double>("flops")
-                           .Attr<double>("half_rows")
-                           .Attr<bool>("has_values")
-                           .Attr<bool>("is_deduplicated"));
+                       OnDevice(Assigned(BindFfn().Arg<Floats>()).Ret<Floats>().Ret<Floats>().Ret<Floats>()
+                           .Ret<Floats>().Ret<Floats>()).Attr<bool>("is_deduplicated"));
 
 // chain, dy_TD, x_MD, y_MD, g_MF, u_MF, token_N, weight_N, rows_E, is_visiting_E -> dx_TD, dweight_N, token.
 ffi::Future FluidFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
@@ -581,30 +556,8 @@ ffi::Future FluidFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_
                                 dx->typed_data(), dweight->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kFluidFfnBackward, FluidFfnBackwardHandler,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::RunId>()
-                           .Ctx<ffi::ThreadPool>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Arg<Ints>()
-                           .Arg<Ints>()
-                           .Arg<Scalar>()
-                           .Arg<Token>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Floats>()
-                           .Arg<Ints>()
-                           .Arg<Vector>()
-                           .Arg<Ints>()
-                           .Arg<Ints>()
-                           .Ret<Floats>()
-                           .Ret<Vector>()
-                           .Ret<Token>()
-                           .Attr<double>("flops")
-                           .Attr<double>("half_rows")
-                           .Attr<bool>("has_values")
-                           .Attr<bool>("is_deduplicated"));
+                       OnDevice(Assigned(BindFfn().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
+                           .Arg<Floats>()).Ret<Floats>().Ret<Vector>().Ret<Token>()).Attr<bool>("is_deduplicated"));
 
 // Waits for all blocks and copies them.
 class GetTask : public Task {
