@@ -37,7 +37,7 @@ from fef import hosts, provenance, sharding, startup
 from fef.config import Config, PoolConfig, UserError, validate
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
-from fef.fabric import calibration
+from fef.fabric import calibration, cost
 from fef.fabric.measure import measure
 from fef.model import make_dispatcher
 from fef.pool.ledger import WAITS, bytes_received
@@ -132,6 +132,7 @@ class Stack:
         self.x_TD = jax.jit(lambda: jax.random.normal(key, shape), out_shardings=named(mesh, sharding.TOKENS))()
         of_members = workload(values.workload, values.members, self.tokens, values.experts, values.choices)
         self.num_choices = of_members.num_choices
+        self.least_bytes = values.layers * self._least_bytes(np.asarray(of_members.metrics["load_E"]))
         fields = ("token_N", "expert_N", "weight_N", "valid_N")
         arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
         self.assigned = sharding.place(arrays, named(mesh, sharding.TOKENS))
@@ -141,6 +142,13 @@ class Stack:
         self.losses: list[float] = []
         self.times_s: list[float] = []
         self.moved_MLQP = self.waits_us_MLW = np.zeros(0)
+
+    def _least_bytes(self, rows_ME: np.ndarray) -> int:
+        """Of a layer, all members together: for each remote expert its rows' bytes or its weights', the fewer."""
+        table, d_model, d_expert = self.dispatcher.table, self.values.d_model, self.values.d_expert
+        layer = cost.Layer(table, self.dispatcher.units.for_shapes(d_model, d_expert), 18.0 * d_model * d_expert)
+        fewer_ME = np.minimum(rows_ME * layer.row_bytes, layer.weight_bytes * (rows_ME > 0))
+        return int(fewer_ME[table.home_E != np.arange(table.num_members)[:, None]].sum())
 
     def step(self) -> None:
         """One step, of all members together."""
@@ -198,8 +206,8 @@ def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, me
 def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
     values = one.values
     units = one.dispatcher.units.for_shapes(values.d_model, values.d_expert)
-    received_M = sum(of_MR.sum(1) for of_MR in bytes_received(one.moved_MLQP, values.members, units).values())
-    busiest = int(np.max(received_M))
+    received = bytes_received(one.moved_MLQP, values.members, units)
+    busiest = int(np.max(sum(of_MR.sum(1) for of_MR in received.values())))
     step_s = float(np.median(one.times_s[WARM_UP_STEPS:]))
     compute_s = values.layers * one.layer_s
     wire_s = busiest * 8 / (values.nic * 1e6)
@@ -213,6 +221,8 @@ def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
         "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
         "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
         "bytes": busiest,
+        "bytes_by_purpose": {purpose: int(of_MR.sum()) for purpose, of_MR in received.items()},  # of all members
+        "least_bytes": one.least_bytes,  # likewise
         "compute_ms": compute_s * 1e3,
         "wire_ms": wire_s * 1e3,
         "floor_ms": max(compute_s, wire_s) * 1e3,

@@ -42,6 +42,8 @@ def test_rows_and_their_table(tmp_path):
         assert row["max_loss_difference"] <= 1e-6 and row["compute_ms"] == 100
         assert row["wire_ms"] == pytest.approx(row["bytes"] * 8 / 1e3)
         assert row["floor_ms"] == max(100, row["wire_ms"])
+        assert sum(row["bytes_by_purpose"].values()) == 2 * row["bytes"]  # the members are alike
+        assert row["least_bytes"] == 2 * tokens
 
 
 @pytest.mark.parametrize(

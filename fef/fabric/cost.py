@@ -5,12 +5,13 @@ Letters: E experts, R members.
 Weights hide under compute and tokens do not: rows leave when the router has chosen, and their results are waited for.
 So the time of a layer in which the experts of a set W are read and the others visited is taken to be
 
-    max(compute, bytes of W / rate) + bytes of rows / rate + latency
+    max(compute / 3, blocks / rate) + max(2 compute / 3, gradients / rate) + rows / rate + latency
 
-    compute = the busiest member's GEMMs
-    bytes of W    = |W| (block + gradient)
-    bytes of rows = 4 (rows of the others) D b         there and back, forward and backward
-    latency       = 4 reads, if any row leaves
+    compute   = the busiest member's GEMMs, a third of them forward, two thirds backward
+    blocks    = |W| blocks' bytes, which come in the forward pass
+    gradients = |W| gradients' bytes, which leave in the backward pass
+    rows      = 4 (rows of the others) D b, there and back, forward and backward
+    latency   = 4 reads, if any row leaves
 
 With the experts in the order of the member's own rows, most rows first, W is the first k of them, and k is the best of
 all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the
@@ -93,14 +94,16 @@ def layer_seconds(
     def gemm_seconds(rows: jax.Array) -> jax.Array:
         return (rows + calibration.half_rows) * (rows > 0) * (layer.flops_per_row / calibration.flops)
 
-    read_k = _first(gemm_seconds(rows_E))
+    own_k = _first(gemm_seconds(rows_E))
     visited_ER = gemm_seconds(num_members * rows_E)[:, None] * jax.nn.one_hot(home_E, num_members)
-    compute_k = read_k + (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
-    wire_k = _first(is_remote_E * (layer.weight_bytes / calibration.bytes_per_s))
+    compute_k = own_k + (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
+    read_k = _first(is_remote_E.astype(jnp.float32))
+    blocks_k = read_k * (layer.units.block_bytes / calibration.bytes_per_s)
+    gradients_k = read_k * (layer.units.gradient_bytes / calibration.bytes_per_s)
     rows_sent_k = (rows_E * is_remote_E).sum() - _first(rows_E * is_remote_E)
     exposed_k = rows_sent_k * (layer.row_bytes / calibration.bytes_per_s)
     exposed_k += (rows_sent_k > 0) * (CROSSINGS * calibration.latency_s)
-    return jnp.maximum(compute_k, wire_k) + exposed_k
+    return jnp.maximum(compute_k / 3, blocks_k) + jnp.maximum(compute_k * 2 / 3, gradients_k) + exposed_k
 
 
 def _first(values_E: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Eight imbalance workloads: stored assignments that load the experts and members in known, uneven ways.
+"""Imbalance workloads: stored assignments that load the experts and members in known, uneven ways.
 
 They let every dispatcher be tested and timed on the same assignments without training a router first.
 
@@ -12,8 +12,9 @@ They let every dispatcher be tested and timed on the same assignments without tr
 | W5 | zero_load | half of the experts gets no token, every second member has none |
 | W6 | rotating_hotspot | as W1, but the hot experts move on with every step |
 | W7 | burst | balanced, but every fourth step is as W1 |
+| - | one_hot_expert | one expert has 40 % of the assignments, as far as a token has it once |
 
-Source of the set: the imbalance suite proposed in NVIDIA/Megatron-LM pull request 7488. Numpy only; equal arguments
+Source of W0 to W7: the imbalance suite proposed in NVIDIA/Megatron-LM pull request 7488. Numpy only; equal arguments
 give equal arrays. Shape letters: R members, T tokens of a member, N = T*K assignments, E experts, K choices.
 """
 
@@ -26,6 +27,8 @@ from fef.registry import nearest
 from fef.routing import Assignment
 
 HOT = 16.0  # popularity of a hot expert, that of the others being 1
+HOT_SHARE = 0.4  # of all assignments, of the one hot expert
+MOST_TOKENS = 0.95  # that may choose it
 BURST_EVERY = 4  # steps
 
 
@@ -171,6 +174,23 @@ def _burst(num_members, num_tokens, num_experts, num_choices, step, seed):
     return (_balanced if calm else _hot_experts)(num_members, num_tokens, num_experts, num_choices, step, seed)
 
 
+def _one_hot_expert(num_members, num_tokens, num_experts, num_choices, step, seed):
+    popularity_E, share = np.ones(num_experts), min(HOT_SHARE * num_choices, MOST_TOKENS)
+    popularity_E[seed % num_experts] = _popularity_for(share, num_experts, num_choices)
+    return popularity_E, _full(num_members, num_tokens)
+
+
+def _popularity_for(share: float, num_experts: int, num_choices: int) -> float:
+    """Of an expert that a token is to choose with the probability `share`, the others' being 1; by bisection."""
+    low, high = 0.0, 1e6
+    left_K = num_experts - 1 - np.arange(min(num_choices, num_experts - 1))  # others that can still be chosen
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_chosen = 1 - np.prod(left_K / (middle + left_K))
+        low, high = (middle, high) if is_chosen < share else (low, middle)
+    return high
+
+
 # name -> (popularity_E, num_tokens_R): how likely an expert is chosen, and how many tokens each member holds
 WORKLOADS: dict[str, Callable[[int, int, int, int, int, int], tuple[np.ndarray, np.ndarray]]] = {
     "balanced": _balanced,
@@ -181,4 +201,5 @@ WORKLOADS: dict[str, Callable[[int, int, int, int, int, int], tuple[np.ndarray, 
     "zero_load": _zero_load,
     "rotating_hotspot": _rotating_hotspot,
     "burst": _burst,
+    "one_hot_expert": _one_hot_expert,
 }

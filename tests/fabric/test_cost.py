@@ -35,8 +35,9 @@ def seconds(rows, read, rank, layer):
             compute[home[expert]] += (members * n + RATES.half_rows) * (n > 0)
     remote = [expert for expert in range(len(rows)) if home[expert] != rank and rows[expert] > 0]
     sent = sum(int(rows[expert]) for expert in remote if expert not in read)
-    wire = sum(200 for expert in remote if expert in read) / RATES.bytes_per_s
-    return max(compute.max(), wire) + sent * 40 / RATES.bytes_per_s + 4 * RATES.latency_s * (sent > 0)
+    wire = sum(100 for expert in remote if expert in read) / RATES.bytes_per_s  # blocks, and again gradients
+    hidden = max(compute.max() / 3, wire) + max(compute.max() * 2 / 3, wire)
+    return hidden + sent * 40 / RATES.bytes_per_s + 4 * RATES.latency_s * (sent > 0)
 
 
 @settings(deadline=None, max_examples=60)

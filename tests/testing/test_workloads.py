@@ -101,3 +101,9 @@ def test_unknown_names_and_too_many_choices_are_refused():
         workload("hot_expert", 2, 8, 4, 1)
     with pytest.raises(ValueError, match="num_choices=5 must be between 1 and num_experts=4"):
         workload("balanced", 2, 8, 4, 5)
+
+
+@pytest.mark.parametrize(("num_experts", "num_choices", "share"), [(8, 2, 0.4), (16, 1, 0.4), (16, 4, 0.95 / 4)])
+def test_one_hot_expert_has_its_share(num_experts, num_choices, share):
+    load_E = workload("one_hot_expert", 4, 4096, num_experts, num_choices, seed=3).metrics["load_E"].sum(0)
+    assert load_E.argmax() == 3 and load_E[3] / load_E.sum() == pytest.approx(share, abs=0.01)

@@ -1,0 +1,28 @@
+"""Does fluid follow the better of weights and tokens over sizes, links and routings, and how near does it come?
+
+Command:  python -m experiments.compare --config=configs/compare/envelope.py
+Hardware: one machine, 2 cores or more, root for the lab; nothing else running.
+Time:     about an hour on 2 cores.
+Expected: tokens win with few of them on slow links, weights with many on fast ones; fluid within 1.05 of the best.
+"""
+
+from typing import Any
+
+
+def get_grid() -> dict[str, Any]:
+    return {
+        "networks": ("leaves=1",),
+        "nics": (100, 200, 400),
+        "workloads": ("balanced", "one_hot_expert"),
+        "tokens": (256, 512, 1024, 2048),
+        "us_per_token": 463.0,  # T=512 and T=4096 as in the table of steps on a slow network
+        "dispatchers": (
+            "all_to_all",
+            "all_to_all:form=shifted",
+            "all_gather",
+            "pooled",
+            "fluid:mode=tokens",
+            "fluid",
+            "fluid:cost=bytes:deduplicate=False:room=8",
+        ),
+    }

@@ -1,0 +1,302 @@
+"""Runs a grid of dispatchers, tokens, routings and networks, each cell in a lab of its own, and keeps every row.
+
+Command:  python -m experiments.compare --config=configs/compare/envelope.py
+Hardware: as the grid's file says; the lab needs root, and a machine that does nothing else.
+
+A grid's file has get_grid(), which returns a dict of what is to be combined (see `Grid`). A cell is one run of
+`experiments.bench_stack` in which its dispatchers take turns on the same assignments; its rows go to the end of
+--results as JSON lines, with the cell, the command and the digest of the sources. The same command goes on where an
+interrupted grid ended. A file holds rows of one state of the sources only.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import platform
+import runpy
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import tqdm
+from absl import flags
+
+from experiments.flags import ROOT, parse_flags, run
+from fef.config import UserError
+
+SOURCES = (
+    "fef/**/*.py",
+    "fef/**/*.h",
+    "fef/**/*.cc",
+    "experiments/bench_stack.py",
+    "experiments/l*.py",
+    "scripts/*.sh",
+)
+SHOWN_LINES = 15  # of the output of a cell that failed
+GRACE_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What is combined, and what all cells share. Cells come in this order, the last axis first.
+
+    Attributes:
+      networks: of experiments.launch's --lab, without the rate.
+      nics: rate of a host's link, Mbit/s.
+      workloads: of fef.testing.workloads.
+      tokens: T, of a member.
+      dispatchers: as bench_stack takes them.
+      us_per_token: modelled device time of a layer for a token with its K choices, microseconds.
+      hosts: with one member each.
+      experts, choices: E and K.
+      steps: timed steps of each dispatcher.
+    """
+
+    networks: tuple[str, ...]
+    nics: tuple[int, ...]
+    workloads: tuple[str, ...]
+    tokens: tuple[int, ...]
+    dispatchers: tuple[str, ...]
+    us_per_token: float
+    hosts: int = 4
+    experts: int = 8
+    choices: int = 2
+    steps: int = 5
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """One dict for each combination."""
+        axes = {"network": self.networks, "nic": self.nics, "workload": self.workloads, "tokens": self.tokens}
+        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+    def command(self, cell: dict[str, Any]) -> list[str]:
+        """What runs a cell, after the interpreter; it wants --json=FILE at its end."""
+        seconds = cell["tokens"] * self.us_per_token * 1e-6
+        return [
+            "-m", "experiments.launch", f"--hosts={self.hosts}", f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
+            sys.executable, "-m", "experiments.bench_stack", f"--members={self.hosts}", f"--experts={self.experts}",
+            f"--choices={self.choices}", f"--workload={cell['workload']}", f"--cells={cell['tokens']}:{seconds:g}",
+            f"--nic={cell['nic']}", f"--steps={self.steps}", f"--dispatchers={','.join(self.dispatchers)}",
+        ]  # fmt: skip
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("config", None, "the grid: a .py file with get_grid()", flag_values=values)
+    flags.DEFINE_string("results", "", "the file of rows; empty: results/NAME.jsonl", flag_values=values)
+    flags.DEFINE_float("cell_timeout_s", 3600.0, "longest time of a cell", lower_bound=1, flag_values=values)
+
+
+def main(argv: list[str]) -> None:
+    values = parse_flags(argv, define, doc=__doc__ or "")
+    if not values.config:
+        raise UserError("--config is missing: name a grid, such as configs/compare/envelope.py")
+    grid = load_grid(values.config)
+    results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
+    code = code_digest()
+    rows = read_rows(results, code)
+    done = [row["cell"] for row in rows]
+    missing = [cell for cell in grid.cells if dict(cell, **_shared(grid)) not in done]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tqdm.tqdm(total=len(grid.cells), initial=len(grid.cells) - len(missing), unit="cell", smoothing=0) as bar,
+    ):
+        for cell in missing:
+            bar.set_postfix_str(", ".join(f"{key}={value}" for key, value in cell.items()))
+            new = run_cell(grid, cell, code, pathlib.Path(folder), values.cell_timeout_s)
+            append(results, new)
+            rows += new
+            bar.update()
+    print(table(rows))
+
+
+def load_grid(path: str) -> Grid:
+    """The grid of a file.
+
+    Raises:
+      UserError: no such file, no get_grid(), or a field that is unknown or missing.
+    """
+    if not pathlib.Path(path).is_file():
+        raise UserError(f"--config={path}: no such file")
+    names = runpy.run_path(path)
+    if "get_grid" not in names:
+        raise UserError(f"{path}: has no function get_grid(); it must return a dict of what is combined")
+    try:
+        return Grid(**names["get_grid"]())
+    except TypeError as error:
+        raise UserError(f"{path}: get_grid(): {error}") from None
+
+
+def code_digest() -> str:
+    """Of all sources that take part in a cell."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read_rows(path: pathlib.Path, code: str) -> list[dict[str, Any]]:
+    """The rows of a results file. A line that was not written to its end is cut off.
+
+    Raises:
+      UserError: a line that is no row, or rows of other sources; names the file and the line.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text()
+    if text and not text.endswith("\n"):
+        text = text[: text.rfind("\n") + 1]
+        path.write_text(text)
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+            of_row = rows[-1]["code"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: is no row of results; take it out or name another file") from None
+        if of_row != code:
+            raise UserError(
+                f"{path}, line {number}: is of sources {of_row} (commit {rows[-1].get('commit')}), these are {code}; "
+                "move the file away or name another one by --results"
+            )
+    return rows
+
+
+def append(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """The rows of a cell, all at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def run_cell(
+    grid: Grid, cell: dict[str, Any], code: str, folder: pathlib.Path, timeout_s: float
+) -> list[dict[str, Any]]:
+    """Measures a cell.
+
+    Args:
+      grid, cell: what.
+      code: of `code_digest`.
+      folder: for this grid's temporary files, also its compiled programs: most cells share theirs with others.
+      timeout_s: then it is ended.
+
+    Raises:
+      UserError: it failed or took too long; with the end of its output.
+    """
+    command, measured, said = grid.command(cell), folder / "rows.json", folder / "output.txt"
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }  # fmt: skip
+    with said.open("w") as output, subprocess.Popen(
+        [sys.executable, *command, f"--json={measured}"], cwd=ROOT, env=environment, stdout=output, stderr=output
+    ) as process:  # fmt: skip
+        try:
+            status = process.wait(timeout_s)
+            why = f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            status, why = 1, f"took more than {timeout_s:g} s (--cell_timeout_s)"
+        finally:
+            _end(process)
+    if status:
+        lines = said.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+        print("\n".join(lines), file=sys.stderr)
+        raise UserError(f"the cell {cell} {why}; its last lines are above, what was measured before is kept")
+    shared = {
+        "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(["python", *command]),
+        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+    }  # fmt: skip
+    return [shared | row for row in json.loads(measured.read_text())]
+
+
+def _shared(grid: Grid) -> dict[str, Any]:
+    """What tells a cell from one of another grid."""
+    return {field: getattr(grid, field) for field in ("us_per_token", "hosts", "experts", "choices", "steps")} | {
+        "dispatchers": list(grid.dispatchers)
+    }
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)  # launch ends its hosts and its lab
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+OURS = "fluid"  # of the dispatchers, what the others are compared with
+BY_BYTES = "fluid:cost=bytes"  # has the least bytes; compared with nothing, for it is no rival
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each cell, with the step time of each dispatcher and how `fluid` stands among them."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault(json.dumps(row["cell"], sort_keys=True), []).append(row)
+    names = list(dict.fromkeys(row["dispatcher"] for row in rows if not row["dispatcher"].startswith(BY_BYTES)))
+    first = rows[0]
+    heads = ["network", "Mbit/s", "routing", "T", "floor", *(f"`{name}`" for name in names), "ratio", "spread", "least"]
+    lines = [
+        f"{first['hosts']} hosts with one member each, L={first['flags']['layers']}, E={first['flags']['experts']}, "
+        f"K={first['flags']['choices']}, modelled device time of {first['cell']['us_per_token']:g} us a token and "
+        f"layer; medians of {first['cell']['steps']} steps in ms; jax {first['versions']['jax']}, commit "
+        f"{first['commit']}.",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "| --- | ---: | --- |" + " ---: |" * (len(heads) - 4) + " --- |",
+    ]
+    for of_cell in cells.values():
+        lines.append("| " + " | ".join(_line(of_cell, names)) + " |")
+    ratios = [ratio for of_cell in cells.values() if (ratio := _ratio(of_cell)) is not None]
+    if ratios:
+        lines += [
+            "",
+            f"`ratio`: of `{OURS}` to the best of the others; median {statistics.median(ratios):.2f}, worst "
+            f"{max(ratios):.2f}, at most 1.05 in {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} cells. "
+            f"`spread`: its slowest step by its fastest. `floor`: the larger of the modelled time and the fewest bytes "
+            f"of all dispatchers at the link's rate. `least`: whether `cost=bytes` has moved exactly the sum of each "
+            f"member's and expert's minimum of rows' and weights' bytes.",
+        ]
+    return "\n".join(lines)
+
+
+def _line(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
+    of_name = {row["dispatcher"]: row for row in rows}
+    cell, ratio = rows[0]["cell"], _ratio(rows)
+    line = [cell["network"], f"{cell['nic']:,}", cell["workload"], f"{cell['tokens']:,}"]
+    line.append(f"{min(row['floor_ms'] for row in rows):,.0f}")
+    best = min(of_name[name]["step_ms"] for name in names if name in of_name)
+    for name in names:
+        row = of_name.get(name)
+        text = f"{row['step_ms']:,.0f}" if row else "\N{EN DASH}"
+        line.append(f"**{text}**" if row and row["step_ms"] == best else text)
+    steps = of_name[OURS]["steps_ms"][-cell["steps"] :] if OURS in of_name else []
+    line += ["\N{EN DASH}"] * 2 if ratio is None else [f"{ratio:.2f}", f"{max(steps) / min(steps):.2f}"]
+    least = [row for row in rows if row["dispatcher"].startswith(BY_BYTES)]
+    return [*line, "yes" if least and all(map(_is_least, least)) else "**no**" if least else "\N{EN DASH}"]
+
+
+def _ratio(rows: list[dict[str, Any]]) -> float | None:
+    """Of fluid's step to the best of the others."""
+    times = {row["dispatcher"]: row["step_ms"] for row in rows}
+    others = [ms for name, ms in times.items() if name != OURS]
+    return times[OURS] / min(others) if OURS in times and others else None
+
+
+def _is_least(row: dict[str, Any]) -> bool:
+    moved = row["bytes_by_purpose"]
+    return sum(moved.get(purpose, 0) for purpose in ("weights", "gradients", "tokens")) == row["least_bytes"]
+
+
+if __name__ == "__main__":
+    run(main)
