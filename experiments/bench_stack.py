@@ -132,7 +132,9 @@ class Stack:
         self.x_TD = jax.jit(lambda: jax.random.normal(key, shape), out_shardings=named(mesh, sharding.TOKENS))()
         of_members = workload(values.workload, values.members, self.tokens, values.experts, values.choices)
         self.num_choices = of_members.num_choices
-        self.least_bytes = values.layers * self._least_bytes(np.asarray(of_members.metrics["load_E"]))
+        load_ME = np.asarray(of_members.metrics["load_E"])
+        self.least_bytes = values.layers * self._least_bytes(load_ME)
+        self.load_LE = np.tile(load_ME.sum(0), (values.layers, 1))  # of the last step, as of this one
         fields = ("token_N", "expert_N", "weight_N", "valid_N")
         arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
         self.assigned = sharding.place(arrays, named(mesh, sharding.TOKENS))
@@ -170,7 +172,7 @@ class Stack:
         return experts, dict(seen, loss=loss, grad_norm=grad_norm)
 
     def _loss(self, experts: list[Experts], x_TD: jax.Array, assigned: dict[str, jax.Array]) -> tuple:
-        prepared = self.dispatcher.prepare(experts)
+        prepared = self.dispatcher.prepare(experts, jnp.asarray(self.load_LE))
         moved = []
         for layer in range(self.values.layers):
             of_layer = prepared[layer] if isinstance(prepared, list) else prepared

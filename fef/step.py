@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fef import sharding
-from fef.config import Config
+from fef.config import Config, moe_layers
 from fef.dispatch.base import Dispatcher
 from fef.model import Decoder
 from fef.moe import ExpertParam, RouterState
@@ -36,6 +36,8 @@ class TrainState:
       router: nnx.State of the routers' states, replicated.
       optimizer: optax state over {"experts", "dense"}, sharded likewise.
       skipped: () int32, updates left out because the loss, a gradient or the update was not finite.
+      load_LE: (L, E) int32, assignments to each expert in the last step, by the mean of its microbatches; None for a
+        model without experts. Replicated.
     """
 
     step: jax.Array
@@ -44,6 +46,7 @@ class TrainState:
     router: Any
     optimizer: Any
     skipped: jax.Array
+    load_LE: jax.Array | None
 
     @property
     def params(self) -> dict[str, Any]:
@@ -78,7 +81,9 @@ class Stepper:
         state: Any = nnx.split(self._model(), ExpertParam, nnx.Param, RouterState)
         _, experts, dense, router = state
         optimizer = self.optimizer.init({"experts": experts, "dense": dense})
-        return TrainState(jnp.int32(0), experts, dense, router, optimizer, jnp.int32(0))
+        layers = sum(moe_layers(self.config))
+        load_LE = jnp.zeros((layers, self.config.moe.num_experts), jnp.int32) if layers else None
+        return TrainState(jnp.int32(0), experts, dense, router, optimizer, jnp.int32(0), load_LE)
 
     def shardings(self) -> TrainState:
         """Where each array of the state lives."""
@@ -116,9 +121,7 @@ class Stepper:
         num_tokens = batch["mask_BS"].sum()
 
         def prepare(experts: Any) -> tuple:
-            return _split_floats(
-                self.dispatcher.prepare(self._merge(experts, state).experts) if self.dispatcher else []
-            )
+            return _split_floats(self._prepare(self._merge(experts, state), state))
 
         # The experts are published once, outside of the microbatch loop; collect is the transpose of publish.
         published: Any = jax.vjp(prepare, state.experts, has_aux=True)
@@ -153,6 +156,7 @@ class Stepper:
             router=self._router_state(state, metrics.pop("state", None)),
             optimizer=optimizer,
             skipped=state.skipped,
+            load_LE=self._load(metrics),
         )
         kept = dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
         new = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, kept)
@@ -170,7 +174,7 @@ class Stepper:
     def logits(self, state: TrainState, tokens_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
         """The model's prediction without capacity limits or noise, (B, S, V) float32."""
         model = self._merge(state.experts, state)
-        prepared = self._prepare(model)
+        prepared = self._prepare(model, state)
         logits_BSV, aux_loss, metrics = model(tokens_BS, mask_BS, experts=prepared, step=state.step, train=False)
         self._metrics(dict(metrics, aux_loss=aux_loss), prepared, after=logits_BSV.sum(), collected=False)
         return logits_BSV
@@ -178,8 +182,11 @@ class Stepper:
     def _merge(self, experts: Any, state: TrainState) -> Decoder:
         return nnx.merge(self.graph, experts, state.dense, state.router)
 
-    def _prepare(self, model: Decoder) -> Any:
-        return self.dispatcher.prepare(model.experts) if self.dispatcher else []
+    def _prepare(self, model: Decoder, state: TrainState) -> Any:
+        return self.dispatcher.prepare(model.experts, state.load_LE) if self.dispatcher else []
+
+    def _load(self, metrics: dict[str, Any]) -> jax.Array | None:
+        return metrics["load_E"].sum(1) // self.config.train.microbatches if self.dispatcher else None
 
     def _router_state(self, state: TrainState, new_L: Any) -> Any:
         if new_L is None:

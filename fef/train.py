@@ -5,6 +5,7 @@ checkpoints' arrays and speaks to the user.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -76,9 +77,6 @@ def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | N
     with contextlib.ExitStack() as stack:
         if _dispatcher(config).uses_pool:
             stack.enter_context(Pool(mesh, config.pool))
-        rates = _rates(config, folder, mesh)
-        if rates is not None:
-            stack.enter_context(calibration.using(rates))
         training = Training(config, folder, corpus, mesh, stack)
         training.resume(changes)
         training.loop()
@@ -93,13 +91,16 @@ class Training:
     ):
         self.config, self.folder, self.corpus, self.mesh = config, folder, corpus, mesh
         self.uses_pool = _dispatcher(config).uses_pool
+        self.checkpointer = stack.enter_context(
+            Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
+        )
+        rates = _rates(config, folder, mesh, self.checkpointer)
+        if rates is not None:
+            stack.enter_context(calibration.using(rates))
         self.stepper = Stepper(config, mesh)
         self.rates = self.stepper.dispatcher.rates if self.stepper.dispatcher else None
         self.shardings = self.stepper.shardings()
         self.tokens_sharding = sharding.named(mesh, sharding.TOKENS)
-        self.checkpointer = stack.enter_context(
-            Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
-        )
         self.loader = data.make_loader(
             corpus.train, config.data.seq_len, config.data.batch_size, config.data.seed,
             jax.process_index(), jax.process_count(),
@@ -199,6 +200,7 @@ class Training:
             "corpus_sha256": self.corpus.sha256,
             "heldout_loss": loss,
             "config": to_dict(self.config),
+            "calibration": dataclasses.asdict(self.rates) if self.rates else None,
         }
         is_evaluated = self.step % self.config.train.eval_every == 0 or self.step == self.config.train.steps
         self.checkpointer.save(self.step, logical, extra, loss if is_evaluated else None)
@@ -419,11 +421,16 @@ def _dispatcher(config: Config) -> type[Dispatcher]:
     return DISPATCHERS.get(config.moe.dispatcher) if config.moe.every else Dispatcher
 
 
-def _rates(config: Config, folder: pathlib.Path, mesh: Any) -> Calibration | None:
-    """What the run chooses by, if it does: measured when it first starts, and kept with it."""
+def _rates(config: Config, folder: pathlib.Path, mesh: Any, checkpointer: Checkpointer) -> Calibration | None:
+    """What the run chooses by, if it does: measured when it first starts, and kept with it and with its checkpoints."""
     if not _dispatcher(config).needs_rates(getattr(config.dispatch, config.moe.dispatcher, None)):
         return None
     path = folder / _CALIBRATION
+    if hosts.is_main() and not path.exists():
+        step, _ = checkpointer.latest()
+        saved = None if step is None else checkpointer.extra(step)["calibration"]
+        if saved:
+            Calibration(**saved).save(path)
     if not hosts.from_main("whether it has rates", path.exists()):
         device = make_device(config)
         rates = measure(mesh, config.model.d_model, config.moe.d_expert, device, config.dispatch.matmul)

@@ -76,11 +76,13 @@ class Dispatcher:
         """How the members see what `prepare` returns for a layer."""
         return sharding.EXPERTS
 
-    def prepare(self, runs: list[Experts]) -> Any:
+    def prepare(self, runs: list[Experts], load_LE: jax.Array | None = None) -> Any:
         """Makes the experts of all layers ready for a step. Outside of the islands, once per optimizer step.
 
         Args:
           runs: global arrays; a run is one layer, or consecutive layers stacked on a leading axis.
+          load_LE: (L, E) int32, assignments of all members to each expert in the last step, of one microbatch; None or
+            zeros before the first. Only who chooses what moves asks for it.
 
         Returns:
           what the layers take: here the runs themselves, for `pooled` one `Published` for all layers.

@@ -1,9 +1,10 @@
 """fluid: expert by expert and step by step, weights come to the tokens or tokens go to the weights, the cheaper way.
 
-A member chooses by itself, from its own counts (`fef.fabric.cost`). Some experts it reads, as with `pooled`. Rows for
-the others it leaves where it is; their homes read them, compute, and leave the results, which it reads back: exact
-rows, no padding, and one row per token and host however many of its experts live there. A member has room for a bounded
-number of visiting rows; what would exceed it is read as weights, so nothing is dropped.
+A member chooses by itself, from its own counts and all members' of the last step (`fef.fabric.cost`). Some experts it
+reads, as with `pooled`. Rows for the others it leaves where it is; their homes read them, compute, and leave the
+results, which it reads back: exact rows, no padding, and one row per token and host however many of its experts live
+there. A member has room for a bounded number of visiting rows; what would exceed it is read as weights, so nothing is
+dropped.
 
 Payload per member and layer, forward and backward: reads as in `pooled`, and 4 (rows sent) D b.
 
@@ -55,7 +56,8 @@ class Fluid(Pooled):
             raise UserError(f"config.dispatch.matmul={self.matmul}: fluid computes in the native library; use auto")
         order = sort_by_expert(assignment, self.table.num_experts)
         quota = self.quota(order.order_N.shape[0])
-        is_visited_E = self.choose(order.counts_E, jax.lax.axis_index("expert"), experts.widths, quota)
+        load_E = experts.load_MLE[0, layer]
+        is_visited_E = self.choose(order.counts_E, load_E, jax.lax.axis_index("expert"), experts.widths, quota)
         weight_N = jnp.where(assignment.valid_N, assignment.weight_N, 0.0)[order.order_N]
         room = quota * (self.table.num_members - 1)
         settings = Settings(experts.widths[1], room, self.options.deduplicate, self.device)
@@ -83,8 +85,10 @@ class Fluid(Pooled):
             return 0
         return int(self.options.room * num_assignments / (self.table.num_members - 1))
 
-    def choose(self, rows_E: jax.Array, rank: jax.Array, widths: tuple[int, int], quota: int) -> jax.Array:
-        """(E,) bool: the experts to which this member's rows go, from its rows of each and its rank."""
+    def choose(
+        self, rows_E: jax.Array, load_E: jax.Array, rank: jax.Array, widths: tuple[int, int], quota: int
+    ) -> jax.Array:
+        """(E,) bool: the experts to which this member's rows go, from its rows, all members' last ones and its rank."""
         d_model, d_expert = widths
         layer = cost.Layer(self.table, self.units.for_shapes(d_model, d_expert), 18.0 * d_model * d_expert)
         if quota == 0:
@@ -94,5 +98,5 @@ class Fluid(Pooled):
         elif self.options.cost == "bytes":
             is_visited_E = cost.visit_by_bytes(rows_E, rank, layer)
         else:
-            is_visited_E = cost.visit_by_time(rows_E, rank, layer, self.rates)
+            is_visited_E = cost.visit_by_time(rows_E, load_E, rank, layer, self.rates)
         return cost.within_quota(is_visited_E, rows_E, layer, quota)

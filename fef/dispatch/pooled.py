@@ -47,14 +47,16 @@ class Published:
       version_M4: (M, 4) int32, table, incarnation, counter, microbatch; the same for every member.
       chain_M: (M,) float32; without a value, its cotangent orders the gradients before they are collected.
       widths: (D, F), static.
+      load_MLE: (M, L, E) int32, what `Dispatcher.prepare` was told of the last step.
     """
 
     version_M4: jax.Array
     chain_M: jax.Array
     widths: tuple[int, int]
+    load_MLE: jax.Array
 
 
-jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M"], ["widths"])
+jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M", "load_MLE"], ["widths"])
 
 
 @DISPATCHERS.register("pooled")
@@ -84,7 +86,7 @@ class Pooled(Dispatcher):
     def units(self) -> UnitSizes:
         return UnitSizes(weight_bytes=jnp.dtype(self.block_dtype).itemsize, gradient_bytes=4)
 
-    def prepare(self, runs: list[Experts]) -> Published:
+    def prepare(self, runs: list[Experts], load_LE: jax.Array | None = None) -> Published:
         runs = [run if run.w_gate_PDF.ndim == 4 else jax.tree.map(lambda w: w[None], run) for run in runs]
         d_model, d_expert = runs[0].w_gate_PDF.shape[2:]
         num_layers = sum(run.w_gate_PDF.shape[0] for run in runs)
@@ -99,7 +101,9 @@ class Pooled(Dispatcher):
         specs = (sharding.REPLICATED, *[sharding.LAYERED_EXPERTS] * len(arrays))
         run = island(self.mesh, body, specs, (sharding.TOKENS, sharding.TOKENS))
         version_M4, chain_M = run(jnp.asarray(handle_2), *arrays)
-        return Published(version_M4, chain_M, (d_model, d_expert))
+        load_LE = jnp.zeros((num_layers, self.table.num_experts), jnp.int32) if load_LE is None else load_LE
+        load_MLE = jnp.broadcast_to(load_LE, (self.mesh.size, *load_LE.shape))
+        return Published(version_M4, chain_M, (d_model, d_expert), load_MLE)
 
     def at_microbatch(self, prepared: Published, index: jax.Array) -> Published:
         return dataclasses.replace(prepared, version_M4=prepared.version_M4.at[:, 3].set(index))

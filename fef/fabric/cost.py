@@ -15,9 +15,9 @@ So the time of a layer in which the experts of a set W are read and the others v
 
 With the experts in the order of the member's own rows, most rows first, W is the first k of them, and k is the best of
 all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the
-full rate. What others do is not known when a member chooses; it is taken that they choose as this one, and have its
-rows: a visited expert then sees R times as many, at its home alone, and one that is read sees these rows at every
-member.
+full rate. What others do is not known when a member chooses. It is taken that they choose as this one: a visited expert
+then sees all members' rows, at its home alone, and one that is read sees this member's rows at every member. Of all
+members' rows the last step's count is known, of the same layer; in the first step each is taken to have this one's.
 
 By bytes, each expert is a matter of its own: its rows' bytes or its weights', whichever are fewer.
 
@@ -75,27 +75,42 @@ def visit_by_bytes(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Arra
     return _is_remote(rows_E, rank, layer) & (rows_E < fewest_read)
 
 
-def visit_by_time(rows_E: jax.Array, rank: jax.Array, layer: Layer, calibration: Calibration) -> jax.Array:
-    """(E,) bool: the choice with the least time of the layer; see the head of this file. Arguments as above."""
+def visit_by_time(
+    rows_E: jax.Array, load_E: jax.Array, rank: jax.Array, layer: Layer, calibration: Calibration
+) -> jax.Array:
+    """(E,) bool: the choice with the least time of the layer; see the head of this file.
+
+    Args:
+      rows_E, rank, layer: as above.
+      load_E: (E,) int32, rows of all members in the last step; zeros in the first.
+      calibration: rates.
+    """
     is_remote_E = _is_remote(rows_E, rank, layer)
     order_E = jnp.argsort(-rows_E, stable=True)
-    num_read = jnp.argmin(layer_seconds(rows_E, order_E, is_remote_E, layer, calibration))
+    of_all_E = jnp.where(load_E.sum() > 0, jnp.maximum(load_E, rows_E), layer.table.num_members * rows_E)
+    num_read = jnp.argmin(layer_seconds(rows_E, of_all_E, order_E, is_remote_E, layer, calibration))
     place_E = jnp.zeros_like(order_E).at[order_E].set(jnp.arange(order_E.shape[0]))
     return is_remote_E & (place_E >= num_read)
 
 
 def layer_seconds(
-    rows_E: jax.Array, order_E: jax.Array, is_remote_E: jax.Array, layer: Layer, calibration: Calibration
+    rows_E: jax.Array,
+    of_all_E: jax.Array,
+    order_E: jax.Array,
+    is_remote_E: jax.Array,
+    layer: Layer,
+    calibration: Calibration,
 ) -> jax.Array:
     """(E + 1,) float32: the layer's time when the first k experts of `order_E` are read, k = 0 ... E."""
     num_members = layer.table.num_members
-    rows_E, is_remote_E, home_E = rows_E[order_E], is_remote_E[order_E], jnp.asarray(layer.table.home_E)[order_E]
+    rows_E, of_all_E, is_remote_E = rows_E[order_E], of_all_E[order_E], is_remote_E[order_E]
+    home_E = jnp.asarray(layer.table.home_E)[order_E]
 
     def gemm_seconds(rows: jax.Array) -> jax.Array:
         return (rows + calibration.half_rows) * (rows > 0) * (layer.flops_per_row / calibration.flops)
 
     own_k = _first(gemm_seconds(rows_E))
-    visited_ER = gemm_seconds(num_members * rows_E)[:, None] * jax.nn.one_hot(home_E, num_members)
+    visited_ER = gemm_seconds(of_all_E)[:, None] * jax.nn.one_hot(home_E, num_members)
     compute_k = own_k + (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
     read_k = _first(is_remote_E.astype(jnp.float32))
     blocks_k = read_k * (layer.units.block_bytes / calibration.bytes_per_s)

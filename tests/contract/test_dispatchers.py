@@ -205,9 +205,9 @@ def fluid_units(variant: Variant, case: Case, inputs: Inputs) -> dict[str, np.nd
     token_N, expert_N, valid_N = (array.reshape(case.members * case.data, -1) for array in inputs.ints)
     rows_MP, position_E = counts_MP(case, inputs), case.table.position_E
     read_MP, sent_MP = rows_MP > 0, np.zeros_like(rows_MP)
-    quota = dispatcher.quota(token_N.shape[1])
+    quota, load_E = dispatcher.quota(token_N.shape[1]), np.zeros(case.table.num_experts, np.int32)
     for member, rows_P in enumerate(rows_MP):
-        is_visited_E = np.asarray(dispatcher.choose(rows_P[position_E], member % case.members, (D, F), quota))
+        is_visited_E = np.asarray(dispatcher.choose(rows_P[position_E], load_E, member % case.members, (D, F), quota))
         read_MP[member, position_E[is_visited_E]] = False
         seen = set()
         for expert in np.flatnonzero(is_visited_E):

@@ -24,7 +24,7 @@ def make(rows, members):
     return np.array(rows, np.int32), cost.Layer(ExpertTable(len(rows), members), UNITS, flops_per_row=1.0)
 
 
-def seconds(rows, read, rank, layer):
+def seconds(rows, load, read, rank, layer):
     """Of a layer in which the experts of `read` are read, as the head of fef/fabric/cost.py has it."""
     home, members = layer.table.home_E, layer.table.num_members
     compute = np.zeros(members)
@@ -32,7 +32,8 @@ def seconds(rows, read, rank, layer):
         if expert in read:
             compute += (n + RATES.half_rows) * (n > 0)
         else:
-            compute[home[expert]] += (members * n + RATES.half_rows) * (n > 0)
+            of_all = max(load[expert], n) if any(load) else members * n
+            compute[home[expert]] += (of_all + RATES.half_rows) * (of_all > 0)
     remote = [expert for expert in range(len(rows)) if home[expert] != rank and rows[expert] > 0]
     sent = sum(int(rows[expert]) for expert in remote if expert not in read)
     wire = sum(100 for expert in remote if expert in read) / RATES.bytes_per_s  # blocks, and again gradients
@@ -41,14 +42,15 @@ def seconds(rows, read, rank, layer):
 
 
 @settings(deadline=None, max_examples=60)
-@given(counts, st.integers(1, 4), st.integers(0, 3))
-def test_the_choice_by_time_is_the_best_prefix(rows, members, rank):
+@given(counts, st.integers(1, 4), st.integers(0, 3), st.data())
+def test_the_choice_by_time_is_the_best_prefix(rows, members, rank, data):
+    load = np.array(data.draw(st.lists(st.integers(0, 40), min_size=len(rows), max_size=len(rows))), np.int32)
     rows, layer = make(rows, members)
     rank %= members
-    is_visited = np.asarray(cost.visit_by_time(rows, rank, layer, RATES))
+    is_visited = np.asarray(cost.visit_by_time(rows, load, rank, layer, RATES))
     order = sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert))
     prefixes = [set(order[:k]) for k in range(len(rows) + 1)]
-    of_prefix = [seconds(rows, read, rank, layer) for read in prefixes]
+    of_prefix = [seconds(rows, load, read, rank, layer) for read in prefixes]
     remote = {expert for expert in range(len(rows)) if layer.table.home_E[expert] != rank and rows[expert] > 0}
     chosen = set(np.flatnonzero(is_visited).tolist())
     assert chosen <= remote
@@ -107,6 +109,16 @@ def test_what_is_no_calibration_is_refused_with_its_name(text, said, tmp_path):
 
 def test_faster_links_move_more_weights():
     rows, layer = make([9, 8, 1, 1], 2)
+    no_load = np.zeros(4, np.int32)
     slow, fast = (dataclasses.replace(RATES, bytes_per_s=rate) for rate in (1.0, 1e6))
-    assert np.asarray(cost.visit_by_time(rows, 0, layer, slow)).tolist() == [False, False, True, True]
-    assert not np.asarray(cost.visit_by_time(rows, 0, layer, fast)).any()
+    assert np.asarray(cost.visit_by_time(rows, no_load, 0, layer, slow)).tolist() == [False, False, True, True]
+    assert not np.asarray(cost.visit_by_time(rows, no_load, 0, layer, fast)).any()
+
+
+def test_an_expert_that_others_use_much_is_read():
+    """One's own 4 rows are fewer bytes than the weights, but its home would compute all members' rows alone."""
+    rows, layer = make([0, 0, 4, 1], 2)
+    rates = dataclasses.replace(RATES, bytes_per_s=4.0, latency_s=0.0)
+    few, many = (np.array(load, np.int32) for load in ([0, 0, 4, 1], [0, 0, 80, 1]))
+    assert np.asarray(cost.visit_by_time(rows, few, 0, layer, rates)).tolist() == [False, False, True, True]
+    assert np.asarray(cost.visit_by_time(rows, many, 0, layer, rates)).tolist() == [False, False, False, True]
