@@ -1,6 +1,7 @@
 """The training step: one function of the parameters, whatever carries it out."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from small import (  # noqa: F401
 
 from fef import sharding
 from fef.checkpoint import to_logical
+from fef.pool.pool import Pool
 from fef.step import Stepper, is_expert
 
 # Each way of carrying out a step is in one of these at least.
@@ -184,3 +186,20 @@ def test_an_update_that_is_not_finite_is_left_out_and_counted(part, value):
     after, row = steps.step(dataclasses.replace(state, **{part: getattr(steps.after, part)}), batch(0))
     assert row["skipped_updates"] == 2 and np.isfinite(row["loss"])
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, steps.after.params)), strict=True))
+
+
+@pytest.mark.parametrize("dispatcher", ["pooled", "fluid"])
+def test_the_program_is_the_same_for_every_pool(dispatcher, monkeypatch):
+    """XLA may round another program otherwise, and then a process's first pool, of handle [0, 1], gives other bits."""
+    config = small_config({"moe.dispatcher": dispatcher, "dispatch.fluid.cost": "bytes"})
+    mesh = sharding.make_mesh(config.mesh.devices)
+    stepper = Stepper(config, mesh)
+    programs = []
+    with Pool(mesh):
+        for incarnation in (1, 2):
+            handle_2 = np.array([0, incarnation], np.int32)
+            monkeypatch.setattr(Pool, "table", lambda *args, handle_2=handle_2: handle_2)
+            step = jax.jit(functools.partial(stepper.train_step))  # another function, which is traced anew
+            text = step.lower(jax.eval_shape(stepper.init), batch(0)).compile().as_text()
+            programs.append(text.replace(f"incarnation = {incarnation} : i32", "incarnation"))
+    assert programs[0] == programs[1]

@@ -28,7 +28,7 @@ from fef.ops.get import get
 from fef.ops.grouped_matmul import resolve, segments_of_counts
 from fef.ops.permute import combine_rows, gather_rows, sort_by_expert
 from fef.ops.pooled_ffn import pooled_ffn
-from fef.ops.publish import publish
+from fef.ops.publish import opaque_handle, publish
 from fef.ops.read_ledger import read_ledger
 from fef.ops.release import release
 from fef.pool import pool as pools
@@ -94,13 +94,13 @@ class Pooled(Dispatcher):
         handle_2 = pools.current().table("experts", num_layers, self.table, shapes, self.block_dtype)
         arrays = tuple(w for run in runs for w in (run.w_gate_PDF, run.w_up_PDF, run.w_down_PFD))
 
-        def body(handle_2: jax.Array, *arrays: jax.Array) -> tuple:
-            version_4, chain = publish(handle_2, arrays, _NUM_PARTS, self.block_dtype)
+        def body(*arrays: jax.Array) -> tuple:
+            version_4, chain = publish(opaque_handle(handle_2), arrays, _NUM_PARTS, self.block_dtype)
             return version_4[None], chain[None]
 
-        specs = (sharding.REPLICATED, *[sharding.LAYERED_EXPERTS] * len(arrays))
+        specs = (sharding.LAYERED_EXPERTS,) * len(arrays)
         run = island(self.mesh, body, specs, (sharding.TOKENS, sharding.TOKENS))
-        version_M4, chain_M = run(jnp.asarray(handle_2), *arrays)
+        version_M4, chain_M = run(*arrays)
         load_LE = jnp.zeros((num_layers, self.table.num_experts), jnp.int32) if load_LE is None else load_LE
         load_MLE = jnp.broadcast_to(load_LE, (self.mesh.size, *load_LE.shape))
         return Published(version_M4, chain_M, (d_model, d_expert), load_MLE)

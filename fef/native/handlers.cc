@@ -279,6 +279,15 @@ ffi::Future Start(const Place& place, ffi::ThreadPool pool, std::shared_ptr<Task
   return future;
 }
 
+// Attributes table, incarnation -> handle (2,).
+ffi::Error HandleHandler(ffi::Result<Ints> handle, int32_t table, int32_t incarnation) {
+  handle->typed_data()[0] = table;
+  handle->typed_data()[1] = incarnation;
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER(kHandle, HandleHandler,
+                       ffi::Ffi::Bind().Ret<Ints>().Attr<int32_t>("table").Attr<int32_t>("incarnation"));
+
 // handle (2,) = table, incarnation -> number of the next version, drawn by the first member only; others return 0, so
 // that a sum over members agrees on it.
 ffi::Error TicketHandler(Ints handle, Ints member, ffi::Result<Scalar> ticket) {
@@ -746,6 +755,7 @@ const Registration fef_registrations[] = {
     {"fef_grouped_outer", kGroupedOuter},
     {"fef_device_start", kDeviceStart},
     {"fef_device_finish", kDeviceFinish},
+    {"fef_handle", kHandle},
     {"fef_ticket", kTicket},
     {"fef_publish", kPublish},
     {"fef_await_closed", kAwaitClosed},

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fef.ops.first_order import first_order
 from fef.sharding import AXES, member_index
@@ -26,12 +27,26 @@ from fef.sharding import AXES, member_index
 TOKEN = jax.ShapeDtypeStruct((), jnp.float32)
 
 
+def opaque_handle(handle_2: np.ndarray) -> jax.Array:
+    """A handle from `Pool.table` for a program that is traced for this one pool: (2,) int32, per member.
+
+    XLA does not see the numbers. It would fold a constant and its neighbours, another way for [0, 1], an iota, than for
+    [0, 2]; programs that differ so far are rounded differently, and the same training would give other bits in a
+    process's first pool than in its second.
+
+    Not differentiable: integers.
+    """
+    call = jax.ffi.ffi_call("fef_handle", jax.ShapeDtypeStruct((2,), jnp.int32))
+    table, incarnation = handle_2
+    return call(table=np.int32(table), incarnation=np.int32(incarnation))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def publish(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Publishes this member's blocks of all layers of a table. Call inside an island, once per optimizer step.
 
     Args:
-      handle_2: (2,) int32, from `Pool.table`.
+      handle_2: (2,) int32, from `Pool.table`; a constant by `opaque_handle`.
       arrays: for each run of consecutive layers, `num_parts` arrays (layers, P/R, ...); a block is the concatenation
         of its parts.
       num_parts: matrices in a block.
