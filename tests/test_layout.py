@@ -122,7 +122,8 @@ def test_every_config_says_what_it_is_for():
             assert doc.split("\n")[0].endswith("?") or "?" in doc.split("\n")[0], f"{path}: the question comes first"
             for word in ("Command:", "Hardware:", "Time:", "Expected:"):
                 assert re.search(rf"^{word} +\S", doc, re.M), f"{path}: no line {word!r}"
-            assert path.relative_to(ROOT).as_posix() in doc or path.name == "tiny.py", f"{path}: the command names another file"
+            is_named = path.relative_to(ROOT).as_posix() in doc or path.name == "tiny.py"
+            assert is_named, f"{path}: the command names another file"
 
 
 def test_nothing_names_a_machine_or_is_left_to_do():
