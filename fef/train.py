@@ -403,9 +403,11 @@ def _make_folder(folder: pathlib.Path, fresh: bool) -> None:
 def _planned(planned_MLQP: np.ndarray, units: Units, rates: Calibration) -> dict[str, Any]:
     """What the dispatcher meant to move, and for how long that keeps a member's link busy."""
     planned = bytes_by_purpose(planned_MLQP.sum(0, dtype=np.int64), units)
-    ms_per_byte = 1e3 / rates.bytes_per_s / len(planned_MLQP)
-    weights = planned["weights"] + planned["gradients"]
-    planned_ms = {"weights": weights * ms_per_byte, "tokens": planned["tokens"] * ms_per_byte}
+    per_member = 1e3 / len(planned_MLQP)
+    planned_ms = {
+        "weights": (planned["weights"] + planned["gradients"]) / rates.bytes_per_s * per_member,
+        "tokens": planned["tokens"] / rates.row_bytes_per_s * per_member,
+    }
     return {"planned_bytes_by_purpose": planned, "planned_ms": planned_ms}
 
 
@@ -439,7 +441,8 @@ def _rates(config: Config, folder: pathlib.Path, mesh: Any, checkpointer: Checkp
         hosts.barrier("have rates")
     rates = calibration.load(path)
     say(
-        f"rates ({rates.measured}): {rates.bytes_per_s / 1e6:,.1f} MB/s, {rates.latency_s * 1e6:,.0f} us, "
+        f"rates ({rates.measured}): blocks {rates.bytes_per_s / 1e6:,.1f} MB/s, token rows "
+        f"{rates.row_bytes_per_s / 1e6:,.1f} MB/s and {rates.latency_s * 1e6:,.0f} us a crossing, "
         f"{rates.flops / 1e9:,.1f} GFLOP/s, half of it at {rates.half_rows:.0f} rows; {path}"
     )
     return rates

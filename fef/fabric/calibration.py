@@ -21,14 +21,16 @@ class Calibration:
     """Rates of a group of members. Choices depend on nothing else that was measured: equal files, equal choices.
 
     Attributes:
-      bytes_per_s: payload that one member receives from another host, or sends there, in a second.
-      latency_s: from asking for a few bytes to having them.
+      bytes_per_s: of blocks and gradients, payload that one member receives, or sends, in a second, while all do.
+      row_bytes_per_s: the same of token rows, with what it takes to gather them and to add up their results.
+      latency_s: of a crossing of few rows, there or back.
       flops: rate of a large GEMM of one member, FLOP/s.
       half_rows: rows at which a GEMM has half of that rate.
       measured: where and how, for people.
     """
 
     bytes_per_s: float
+    row_bytes_per_s: float
     latency_s: float
     flops: float
     half_rows: float
@@ -40,7 +42,7 @@ class Calibration:
 
 
 # Of no machine: what choices go by when nothing was measured and no file is named.
-NOMINAL = Calibration(bytes_per_s=1.25e9, latency_s=50e-6, flops=1e11, half_rows=32.0, measured="nominal")
+NOMINAL = Calibration(1.25e9, 1.25e9, latency_s=50e-6, flops=1e11, half_rows=32.0, measured="nominal")
 
 
 _in_use: list[Calibration] = []
@@ -74,7 +76,7 @@ def load(path: str | pathlib.Path) -> Calibration:
         raise UserError(f"calibration {path}: {error.strerror}; python -m experiments.calibrate writes one") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"calibration {path}: {error}; python -m experiments.calibrate writes a new one") from None
-    for name in ("bytes_per_s", "latency_s", "flops", "half_rows"):
+    for name in ("bytes_per_s", "row_bytes_per_s", "latency_s", "flops", "half_rows"):
         value = getattr(calibration, name)
         lowest = 0.0 if name in ("latency_s", "half_rows") else np.finfo(np.float32).tiny
         if not isinstance(value, int | float) or not lowest <= value < np.inf:

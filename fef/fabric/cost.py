@@ -5,13 +5,13 @@ Letters: E experts, R members.
 Weights hide under compute and tokens do not: rows leave when the router has chosen, and their results are waited for.
 So the time of a layer in which the experts of a set W are read and the others visited is taken to be
 
-    max(compute / 3, blocks / rate) + max(2 compute / 3, gradients / rate) + rows / rate + latency
+    max(compute / 3, blocks / rate) + max(2 compute / 3, gradients / rate) + rows / rate of rows + 4 latency
 
     compute   = the busiest member's GEMMs, a third of them forward, two thirds backward
     blocks    = |W| blocks' bytes, which come in the forward pass
     gradients = |W| gradients' bytes, which leave in the backward pass
     rows      = 4 (rows of the others) D b, there and back, forward and backward
-    latency   = 4 reads, if any row leaves
+    latency   of a crossing, if any row leaves
 
 With the experts in the order of the member's own rows, most rows first, W is the first k of them, and k is the best of
 all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the
@@ -116,7 +116,7 @@ def layer_seconds(
     blocks_k = read_k * (layer.units.block_bytes / calibration.bytes_per_s)
     gradients_k = read_k * (layer.units.gradient_bytes / calibration.bytes_per_s)
     rows_sent_k = (rows_E * is_remote_E).sum() - _first(rows_E * is_remote_E)
-    exposed_k = rows_sent_k * (layer.row_bytes / calibration.bytes_per_s)
+    exposed_k = rows_sent_k * (layer.row_bytes / calibration.row_bytes_per_s)
     exposed_k += (rows_sent_k > 0) * (CROSSINGS * calibration.latency_s)
     return jnp.maximum(compute_k / 3, blocks_k) + jnp.maximum(compute_k * 2 / 3, gradients_k) + exposed_k
 

@@ -1,6 +1,6 @@
-"""Measures a Calibration: what reads between hosts and expert matmuls take, all members at the same time.
+"""Measures a Calibration: what reads, token rows and expert matmuls take, all members at the same time.
 
-Letters: R members, D, F widths.
+Letters: R members, T tokens, D, F widths, E experts.
 """
 
 import statistics
@@ -18,6 +18,7 @@ from fef.experts import Experts
 from fef.fabric.calibration import Calibration
 from fef.ops.device import Device
 from fef.ops.expert_ffn import expert_ffn
+from fef.ops.fluid_ffn import Settings, fluid_ffn
 from fef.ops.get import get
 from fef.ops.grouped_matmul import segments_of_counts
 from fef.ops.publish import publish
@@ -30,11 +31,12 @@ REPEATS = 5
 LEAST_S = 10e-6  # differences of two measured times are not to be trusted below
 BLOCK_ELEMS = 1 << 18  # 1 MiB
 FEW_ELEMS = 16
+CROSSINGS = 2  # of a row in a forward pass
 ROWS = (32, 128, 512)
 
 
 def measure(mesh: Mesh, d_model: int, d_expert: int, device: Device, matmul: str = "auto") -> Calibration:
-    """Measures with the open pool; the same result on every host. Takes a few reads of 1 MiB of each member.
+    """Measures with the open pool; the same result on every host. Takes some reads of 1 MiB from each member.
 
     Args:
       mesh: the pool's.
@@ -43,17 +45,21 @@ def measure(mesh: Mesh, d_model: int, d_expert: int, device: Device, matmul: str
       matmul: of the expert FFN.
 
     Returns:
-      the slowest host's rates. With one member nothing is read, and the rates of reads are those of one's own memory.
+      the slowest host's rates. With one member nothing moves, and the rates mean nothing.
     """
-    few_s, many_s = (_read_seconds(mesh, elems) for elems in (FEW_ELEMS, BLOCK_ELEMS))
+    blocks_s = _read_seconds(mesh, BLOCK_ELEMS)
+    many_rows = max(BLOCK_ELEMS // d_model, 2)
+    few_s, many_s = (_row_seconds(mesh, d_model, rows) for rows in (1, many_rows))
     flops, half_rows = device.flops, device.half_rows
     if not device.is_modelled:
         flops, half_rows = _gemm_rate(mesh, d_model, d_expert, matmul)
-    bytes_per_s = max(_num_read(mesh), 1) * 4 * BLOCK_ELEMS / many_s
-    found = hosts.gather("its calibration", [bytes_per_s, few_s, flops, half_rows])
-    rates, latencies, flops_of_all, half_rows_of_all = zip(*found, strict=True)
+    bytes_per_s = max(_num_read(mesh), 1) * 4 * BLOCK_ELEMS / blocks_s
+    row_bytes = CROSSINGS * max(mesh.shape["expert"] - 1, 1) * (many_rows - 1) * 4 * d_model
+    row_bytes_per_s = row_bytes / max(many_s - few_s, LEAST_S)
+    found = hosts.gather("its calibration", [bytes_per_s, row_bytes_per_s, few_s / CROSSINGS, flops, half_rows])
+    rates, row_rates, latencies, flops_of_all, half_rows_of_all = zip(*found, strict=True)
     where = f"{mesh.shape['expert']} members on {jax.process_count()} hosts over {pools.current().transport}"
-    return Calibration(min(rates), max(latencies), min(flops_of_all), max(half_rows_of_all), where)
+    return Calibration(min(rates), min(row_rates), max(latencies), min(flops_of_all), max(half_rows_of_all), where)
 
 
 def _num_read(mesh: Mesh) -> int:
@@ -77,6 +83,35 @@ def _read_seconds(mesh: Mesh, elems: int) -> float:
             ids = jnp.where((ids != jax.lax.axis_index("expert")) & is_reading, ids, -1)
             read = get(version_4, chain, jnp.int32(0), ids, elems, jnp.float32)
             return release(version_4, read.sum())[None]
+
+        return jax.jit(island(mesh, member, (REPLICATED, LAYERED_EXPERTS), TOKENS))
+
+    def seconds(run: Callable) -> float:
+        return _median_seconds(run, jnp.asarray(handle_2), blocks)
+
+    return max(seconds(program(True)) - seconds(program(False)), LEAST_S)
+
+
+def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
+    """A forward pass in which each member sends each other one so many rows, beyond the time without them."""
+    members = mesh.shape["expert"]
+    table, others = ExpertTable(members, members), max(members - 1, 1)
+    shapes = ((d_model, 1), (d_model, 1), (1, d_model))  # F = 1
+    handle_2 = pools.current().table("calibration of rows", 1, table, shapes, jnp.float32)
+    place = named(mesh, LAYERED_EXPERTS)
+    blocks = jax.jit(lambda: tuple(jnp.zeros((1, members, *shape)) for shape in shapes), out_shardings=place)()
+
+    def program(is_sending: bool) -> Callable:
+        def member(handle_2: jax.Array, blocks: tuple) -> jax.Array:
+            version_4, chain = publish(handle_2, blocks, len(shapes), jnp.float32)
+            is_sent_E = (jnp.arange(members) != jax.lax.axis_index("expert")) & is_sending
+            tokens_T = jnp.arange(rows * others, dtype=jnp.int32)
+            settings = Settings(1, rows * others if is_sending else 0, is_deduplicated=False)
+            y_TD = fluid_ffn(
+                version_4, chain, jnp.int32(0), jnp.zeros((rows * others, d_model)), tokens_T,
+                jnp.ones(rows * others), rows * is_sent_E.astype(jnp.int32), is_sent_E.astype(jnp.int32), settings,
+            )  # fmt: skip
+            return release(version_4, y_TD.sum())[None]
 
         return jax.jit(island(mesh, member, (REPLICATED, LAYERED_EXPERTS), TOKENS))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from fef.fabric import calibration, cost
 from fef.pool.ledger import Units
 from fef.pool.table import ExpertTable
 
-# A row costs 4 * 10 bytes, an expert 100 + 100: 5 rows break even. A GEMM of n rows takes n + 2 s, a byte 0.1 s.
+# A row costs 4 * 10 bytes, an expert 100 + 100: 5 rows break even. A GEMM of n rows takes n + 2 s, a byte of a block
+# 0.1 s, one of a row 0.125 s.
 UNITS = Units(block_bytes=100, gradient_bytes=100, row_bytes=10)
-RATES = calibration.Calibration(bytes_per_s=10.0, latency_s=0.5, flops=1.0, half_rows=2.0)
+RATES = calibration.Calibration(bytes_per_s=10.0, row_bytes_per_s=8.0, latency_s=0.5, flops=1.0, half_rows=2.0)
 
 counts = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 
@@ -38,7 +40,7 @@ def seconds(rows, load, read, rank, layer):
     sent = sum(int(rows[expert]) for expert in remote if expert not in read)
     wire = sum(100 for expert in remote if expert in read) / RATES.bytes_per_s  # blocks, and again gradients
     hidden = max(compute.max() / 3, wire) + max(compute.max() * 2 / 3, wire)
-    return hidden + sent * 40 / RATES.bytes_per_s + 4 * RATES.latency_s * (sent > 0)
+    return hidden + sent * 40 / RATES.row_bytes_per_s + 4 * RATES.latency_s * (sent > 0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -93,9 +95,9 @@ def test_a_calibration_comes_back_as_it_was_saved(tmp_path):
     [
         (None, "No such file or directory; python -m experiments.calibrate writes one"),
         ("{", "python -m experiments.calibrate writes a new one"),
-        ('{"flops": 1}', "missing 3 required positional arguments"),
-        ('{"bytes_per_s": 0, "latency_s": 0, "flops": 1, "half_rows": 0}', "bytes_per_s=0: must be a number from"),
-        ('{"bytes_per_s": 1, "latency_s": 0, "flops": 1, "half_rows": "a"}', "half_rows='a': must be a number"),
+        ('{"flops": 1}', "missing 4 required positional arguments"),
+        (json.dumps(dataclasses.asdict(RATES) | {"bytes_per_s": 0}), "bytes_per_s=0: must be a number from"),
+        (json.dumps(dataclasses.asdict(RATES) | {"half_rows": "a"}), "half_rows='a': must be a number"),
     ],
 )
 def test_what_is_no_calibration_is_refused_with_its_name(text, said, tmp_path):
@@ -110,7 +112,7 @@ def test_what_is_no_calibration_is_refused_with_its_name(text, said, tmp_path):
 def test_faster_links_move_more_weights():
     rows, layer = make([9, 8, 1, 1], 2)
     no_load = np.zeros(4, np.int32)
-    slow, fast = (dataclasses.replace(RATES, bytes_per_s=rate) for rate in (1.0, 1e6))
+    slow, fast = (dataclasses.replace(RATES, bytes_per_s=rate, row_bytes_per_s=rate) for rate in (1.0, 1e6))
     assert np.asarray(cost.visit_by_time(rows, no_load, 0, layer, slow)).tolist() == [False, False, True, True]
     assert not np.asarray(cost.visit_by_time(rows, no_load, 0, layer, fast)).any()
 
@@ -118,7 +120,7 @@ def test_faster_links_move_more_weights():
 def test_an_expert_that_others_use_much_is_read():
     """One's own 4 rows are fewer bytes than the weights, but its home would compute all members' rows alone."""
     rows, layer = make([0, 0, 4, 1], 2)
-    rates = dataclasses.replace(RATES, bytes_per_s=4.0, latency_s=0.0)
+    rates = dataclasses.replace(RATES, bytes_per_s=4.0, row_bytes_per_s=4.0, latency_s=0.0)
     few, many = (np.array(load, np.int32) for load in ([0, 0, 4, 1], [0, 0, 80, 1]))
     assert np.asarray(cost.visit_by_time(rows, few, 0, layer, rates)).tolist() == [False, False, True, True]
     assert np.asarray(cost.visit_by_time(rows, many, 0, layer, rates)).tolist() == [False, False, False, True]
