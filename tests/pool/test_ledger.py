@@ -84,7 +84,7 @@ def test_training_step(mesh, handle, remat, refetch):
         assert waits_us_MLW.shape == (R, L, len(WAITS)) and (np.asarray(waits_us_MLW) >= 0).all()
     assert bytes_by_purpose(np.asarray(counts_MLQE).sum(0), Units(3 * D * F * 4, 3 * D * F * 4, D * 4)) == {
         "weights": 4 * 288, "refetch": 4 * 288 * refetch, "gradients": 4 * 288, "tokens": 0, "metadata": 0,
-        "missed": 0,
+        "missed": 0, "relayed": 0, "gathered": 0,
     }  # fmt: skip
 
 
@@ -143,11 +143,11 @@ def test_refusals(mesh, handle):
 def test_bytes_are_exact_beyond_32_bits():
     counts_LQE = np.zeros((2, len(PURPOSES), 3), np.int32)
     counts_LQE[0, 0] = 2**31 - 1
-    counts_LQE[:, 1:, 2] = [[1, 2, 3, 4, 5], [10, 20, 30, 40, 50]]
+    counts_LQE[:, 1:, 2] = [[1, 2, 3, 4, 5, 6, 7], [10, 20, 30, 40, 50, 60, 70]]
     units = Units(block_bytes=2**33, gradient_bytes=100, row_bytes=10)
     assert bytes_by_purpose(counts_LQE, units) == {
         "weights": 3 * (2**31 - 1) * 2**33, "refetch": 11 * 2**33, "gradients": 2200, "tokens": 330, "metadata": 44,
-        "missed": 55 * 2**33,
+        "missed": 55 * 2**33, "relayed": 66 * 2**33, "gathered": 7700,
     }  # fmt: skip
 
 

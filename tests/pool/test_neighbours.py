@@ -52,7 +52,7 @@ def test_where_there_is_no_ucx_it_says_what_to_do(tmp_path):
 
 
 def test_another_ucx_is_refused_with_both_values():
-    record = {"name": "a", "build": "", "transport": "rma", "job": ""}
+    record = {"name": "a", "build": "", "transport": "rma", "remote": "", "relay": "auto", "job": ""}
     records = [
         record | {"host": host, "ucx": ucx} for host, ucx in enumerate(("1.22.0, UCX_TLS=all", "1.13.1, UCX_TLS=all"))
     ]
