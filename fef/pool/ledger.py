@@ -1,11 +1,11 @@
 """The ledger: how many units of what moved between members, by layer and expert, and how long members waited.
 
 Counts are exact integers. A unit is a block (weights, refetch, gradients, missed, relayed, gathered), a token row
-(tokens) or a byte (metadata); `Units` gives its size. Missed are blocks that were fetched ahead and then neither used nor
-relayed. Where a relay serves its leaf of the network (config.pool.relay), relayed are blocks that a host got from its
-relay, as often as it did, and gathered are blocks of gradients that it sent there; what the relay itself gets from a home
-and sends there are weights, refetch and gradients as ever. What a member already holds at home moves nothing and is not
-counted.
+(tokens) or a byte (metadata); `Units` gives its size. Missed are blocks that were fetched ahead and then neither used
+nor relayed. Where a relay serves its leaf of the network (config.pool.relay), relayed are blocks that a host got from
+its relay, as often as it did, and gathered are blocks of gradients that it sent there; what the relay itself gets from
+a home and sends there are weights, refetch and gradients as ever. What a member already holds at home moves nothing and
+is not counted.
 """
 
 import dataclasses

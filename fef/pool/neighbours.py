@@ -8,8 +8,8 @@ for a remote one.
 a host has an RDMA device does not say that it reaches the others by it, and over anything else UCX emulates the reads,
 in the homes' processes and with no look at the addresses.
 
-A host may know on which leaf of the network it stands: FEF_LEAF, or config.pool.leaf, any name. With several leaves, and
-hosts that read across by requests, config.pool.relay lets what crosses do so once for all hosts of a leaf.
+A host may know on which leaf of the network it stands: FEF_LEAF, or config.pool.leaf, any name. With several leaves,
+and hosts that read across by requests, config.pool.relay lets what crosses do so once for all hosts of a leaf.
 """
 
 import os
