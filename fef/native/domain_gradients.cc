@@ -138,8 +138,8 @@ Status Domain::SendGradients(const Version& version, int rank, int layer, int st
   return Status::Ok();
 }
 
-// Tells the hosts to which this one sends its gradients, itself included, which they will get: the homes, and the relays
-// of this leaf for homes in other ones.
+// Tells the hosts to which this one sends its gradients, itself included, which they will get: the homes, and for those
+// in other leaves the relays of this one.
 void Domain::Tell(Stage& stage) {
   for (int host : hosts_) {
     if (has_relays() && !(leaf_ >> host & 1)) continue;  // TellLeaves does

@@ -7,7 +7,7 @@
 //
 // Nothing here waits: what is not there yet is remembered, and answered when it comes.
 #include <algorithm>
-#include <iterator>
+#include <utility>
 
 #include "domain.h"
 
@@ -203,7 +203,8 @@ int Domain::GatheredSource(const Stage& stage, int expert) const {
 
 bool Domain::CanGather(const Stage& stage, int expert) const {
   const Stage::Gathering& gathering = stage.gathering[expert];
-  return stage.has_told_leaves && gathering.senders != 0 && gathering.here == gathering.senders && !gathering.is_summing;
+  const bool is_here = gathering.senders != 0 && gathering.here == gathering.senders;
+  return stage.has_told_leaves && is_here && !gathering.is_summing;
 }
 
 bool Domain::IsGathered(const Stage& stage) const {

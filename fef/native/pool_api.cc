@@ -21,7 +21,8 @@ extern "C" {
 
 int32_t fef_pool_next_incarnation() { return fef::NextIncarnation(); }
 
-// host_of_member: [groups][members]; not read when there is one host. leaf_of_host: null when nothing is relayed. folder: of the segments; empty: memory alone.
+// host_of_member: [groups][members]; not read when there is one host. leaf_of_host: null when nothing is relayed.
+// folder: of the segments; empty: memory alone.
 // one_sided: of fef_ucx_open, the pool's from now on; null: blocks of hosts that are not mapped come by TCP.
 int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed, int32_t incarnation, int me, int num_hosts,
                       const char* token, const int32_t* host_of_member, int num_members, const int32_t* leaf_of_host,

@@ -3,7 +3,7 @@
 Counts are exact integers. A unit is a block (weights, refetch, gradients, missed, relayed, gathered), a token row
 (tokens) or a byte (metadata); `Units` gives its size. Missed are blocks that were fetched ahead and then neither used
 nor relayed. Where a relay serves its leaf of the network (config.pool.relay), relayed are blocks that a host got from
-its relay, as often as it did, and gathered are blocks of gradients that it sent there; what the relay itself gets from
+its relay, used or not, and gathered are blocks of gradients that it sent there; what the relay itself gets from
 a home and sends there are weights, refetch and gradients as ever. What a member already holds at home moves nothing and
 is not counted.
 """

@@ -1,5 +1,5 @@
-// Several hosts of a pool within one process, for the tests of the pool's core: each host is a Pool, with real sockets and
-// mappings between them.
+// Several hosts of a pool within one process, for the tests of the pool's core: each host is a Pool, with real sockets
+// and mappings between them.
 #ifndef FEF_HOSTS_H_
 #define FEF_HOSTS_H_
 

@@ -35,8 +35,8 @@ void Add(std::vector<float>* total, const std::vector<float>& part) {
     for (size_t i = 0; i < part.size(); ++i) (*total)[i] += part[i];
 }
 
-// The hosts of the home's leaf, in their order, then the sums of the other leaves, in the order of their first hosts; and
-// so again for each further microbatch.
+// The hosts of the home's leaf, in their order, then the sums of the other leaves, in the order of their first hosts;
+// and so again for each further microbatch.
 std::vector<float> WantedSum(const Job& job, const Leaves& leaves, const fef::TableShape& shape, int counter, int layer,
                              int expert, int num_microbatches) {
   const int num_hosts = int(job.hosts.size()), home_leaf = leaves[job.host_of_rank[shape.home[expert]]];
@@ -221,12 +221,13 @@ void TestWantsBeforeTheirTime() {
   CheckError(relay.OnRead(read, &bytes), Code::kStaleVersion, "it is not kept for host 1", "a block that was read");
 }
 
-// A relay that does not answer is waited for by name; one that dies ends the wait, and another leaf's homes do not help.
+// A relay that does not answer is waited for by name; one that dies ends the wait.
 void TestRelayIsLost() {
   Job job(4, 4, Way::kTcp, kTwoLeaves);
   const fef::TableShape shape = Shape(4, 4, 1, 100, 2, 2);
   int32_t table = -1;
-  for (int host : {1, 2, 3}) CheckOk(job.hosts[host]->AddTable(shape, &table), "AddTable");  // host 0 never comes so far
+  // Host 0 has not come so far yet: what it is asked waits.
+  for (int host : {1, 2, 3}) CheckOk(job.hosts[host]->AddTable(shape, &table), "AddTable");
   Domain &reader = *job.hosts[1]->domain(0, 0), &home = *job.hosts[2]->domain(0, 0);
   CheckOk(Publish(home, At(1), 2, 1), "Publish");
   std::thread wait([&] {
@@ -242,8 +243,8 @@ void TestRelayIsLost() {
   }
   job.hosts[0]->Close();
   wait.join();
-  CheckError(Wait(reader, [&] { return PollAll(reader, At(1), 1, 0, {2}); }), Code::kPeerLost, "host 0 (rank 0) is gone",
-             "a relay that is gone");
+  CheckError(Wait(reader, [&] { return PollAll(reader, At(1), 1, 0, {2}); }), Code::kPeerLost,
+             "host 0 (rank 0) is gone", "a relay that is gone");
 }
 
 }  // namespace
