@@ -65,11 +65,26 @@ class Lab:
         """What runs `words` on a host."""
         return [str(NETLAB), "exec", str(host), "env", *(f"-u{name}" for name in self.settings), *words]
 
+    def leaf(self, host: int) -> str:
+        """The name of the leaf on which a host stands, as netlab.sh deals them out."""
+        hosts, leaves = int(self.settings["N"]), int(self.settings["LEAVES"])
+        if self.settings["OVERSUB"] == "0":
+            leaves = 1
+        return f"leaf{host % leaves if self.settings['ORDER'] == 'alternating' else host // -(-hosts // leaves)}"
+
     def bytes(self) -> list[dict[str, int]]:
-        """Bytes on each host's link so far: sent and received by the host, with all headers."""
-        ports = re.findall(r"^h(\d+) in (\d+) out (\d+)$", self._netlab("bytes"), re.MULTILINE)
-        rows = [{"host": int(h), "sent_bytes": int(sent), "received_bytes": int(got)} for h, sent, got in ports]
-        return sorted(rows, key=lambda row: row["host"])
+        """Bytes so far on each host's link, {"host": ..}, and behind them on each leaf's uplink, {"leaf": ..}.
+
+        Sent and received by the host, or by the leaf's hosts together, with all headers.
+        """
+        text = self._netlab("bytes")
+        rows = []
+        for name, what, sign in (("host", "h", 1), ("leaf", "up", -1)):
+            ports = re.findall(rf"^{what}(\d+) in (\d+) out (\d+)$", text, re.MULTILINE)
+            for number, *counts in sorted(ports, key=lambda port: int(port[0])):
+                sent, received = counts[::sign]  # a switch sends on an uplink what its hosts have sent
+                rows.append({name: int(number), "sent_bytes": int(sent), "received_bytes": int(received)})
+        return rows
 
     def _netlab(self, word: str) -> str:
         done = subprocess.run(

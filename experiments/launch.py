@@ -10,7 +10,8 @@ JAX's, which has no public way to run outside of host 0. Each launch takes a fre
 
 --lab gives every host a network namespace behind shaped links (scripts/netlab.sh; needs root). leaves=1 or oversub=0 is
 one switch for all; else each leaf has an uplink of its hosts' rates divided by oversub. order=alternating deals the
-hosts out to the leaves in turn. The lab counts bytes and is taken down at the end.
+hosts out to the leaves in turn. The lab counts bytes and is taken down at the end. Its hosts know their
+leaf, by FEF_LEAF; --leaves=N tells hosts on loopback of leaves that are not there.
 
 When a host fails, the others are ended; the exit status is that of the host, 128 + n if signal n ended it. Ctrl-C and
 SIGTERM end all hosts. Neither they nor the lab survive this program, however it ends.
@@ -48,7 +49,8 @@ _PR_SET_PDEATHSIG = 1
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("hosts", None, "how many processes to start", flag_values=values, lower_bound=1)
     flags.DEFINE_string("lab", None, "leaves=N,nic=Nmbit,oversub=N,order=leaf|alternating", flag_values=values)
-    flags.DEFINE_string("json", None, "write the lab's bytes of each host to this file", flag_values=values)
+    flags.DEFINE_integer("leaves", None, "without a lab: leaves, as hosts see them", flag_values=values, lower_bound=1)
+    flags.DEFINE_string("json", None, "write the lab's bytes of each host and uplink to this file", flag_values=values)
 
 
 def main(argv: list[str]) -> int:
@@ -61,6 +63,8 @@ def main(argv: list[str]) -> int:
         raise UserError("no command: write it after --, such as -- python -m experiments.train")
     if values.json and values.lab is None:
         raise UserError(f"--json={values.json}: only a lab counts bytes; give --lab too")
+    if values.leaves and values.lab is not None:
+        raise UserError(f"--leaves={values.leaves}: a lab has its own, --lab=leaves={values.leaves}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     job = secrets.token_hex(4)
@@ -70,7 +74,7 @@ def main(argv: list[str]) -> int:
             coordinator = lab.coordinator if lab else stack.enter_context(reserved_port())
             _say(f"job {job}: {values.hosts} hosts, coordinator {coordinator}")
             before = lab.bytes() if lab else []
-            status = Hosts(command, values.hosts, coordinator, job, lab).wait()
+            status = Hosts(command, values.hosts, coordinator, job, lab, values.leaves).wait()
             if lab:
                 _report_bytes(before, lab.bytes(), values.json)
             return status
@@ -101,7 +105,7 @@ def reserved_port() -> Iterator[str]:
 class Hosts:
     """The processes: starts them, passes their output on and ends them."""
 
-    def __init__(self, command: list[str], count: int, coordinator: str, job: str, lab: Lab | None):
+    def __init__(self, command: list[str], count: int, coordinator: str, job: str, lab: Lab | None, leaves: int | None):
         self.started = time.monotonic()
         self.selector = selectors.DefaultSelector()
         self.processes: list[subprocess.Popen] = []
@@ -110,6 +114,10 @@ class Hosts:
                 "FEF_COORDINATOR": coordinator, "FEF_NUM_PROCESSES": str(count), "FEF_PROCESS_ID": str(host),
                 "FEF_JOB": job, "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
+            if lab:
+                environment["FEF_LEAF"] = lab.leaf(host)
+            elif leaves:
+                environment["FEF_LEAF"] = f"leaf{host * leaves // count}"
             words = lab.command(host, command) if lab else command
             self._start(host, words, environment)
 
@@ -243,12 +251,11 @@ def _die_with_parent() -> None:
 
 
 def _report_bytes(before: list[dict[str, int]], after: list[dict[str, int]], path: str | None) -> None:
-    rows = [
-        {"host": new["host"]} | {key: new[key] - old[key] for key in ("sent_bytes", "received_bytes")}
-        for old, new in zip(before, after, strict=True)
-    ]
+    counts = ("sent_bytes", "received_bytes")
+    rows = [new | {key: new[key] - old[key] for key in counts} for old, new in zip(before, after, strict=True)]
     for row in rows:
-        _say(f"host {row['host']} sent {row['sent_bytes']:,} bytes and received {row['received_bytes']:,}")
+        who = f"host {row['host']}" if "host" in row else f"leaf {row['leaf']}"
+        _say(f"{who} sent {row['sent_bytes']:,} bytes and received {row['received_bytes']:,}")
     if path:
         try:
             pathlib.Path(path).write_text(json.dumps(rows, indent=1) + "\n")

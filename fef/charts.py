@@ -30,7 +30,7 @@ class Series:
     Attributes:
       name: for the legend and the values shown on hover.
       x_N, y_N: (N,) float64, NaN in y where there is nothing to draw.
-      css: class that gives the colour, "c1" to "c6".
+      css: class that gives the colour, "c1" to "c8".
       mark: "line", "faint" (a thin pale line behind the others), "points" (dots joined by a thin line) or "flags"
         (marks on the upper edge at x, whatever y).
     """

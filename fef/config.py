@@ -162,6 +162,17 @@ class PoolConfig(Section):
         "how blocks come from other hosts; local is one process, rma needs UCX; FEF_TRANSPORT overrides it",
         choices=("auto", "local", "mmap", "tcp", "rma"),
     )
+    leaf: str = knob(
+        "",
+        "run",
+        "name of the network's leaf on which this host stands, the same for its neighbours; FEF_LEAF overrides it",
+    )
+    relay: str = knob(
+        "auto",
+        "run",
+        "tcp: what crosses from leaf to leaf does so once for all hosts of a leaf; auto: where leaves are known",
+        choices=("off", "on", "auto"),
+    )
     memory: str = knob("memfd", "run", "what holds blocks: memfd is memory; file:FOLDER, nameless files there")
     slots: int = knob(16, "run", "most versions of a block held at once; memory is taken when one is needed", ge=2)
     stages: int = knob(2, "run", "layers whose gradients are on their way; one is summed while the next arrives", ge=2)

@@ -9,10 +9,12 @@ One row of metrics.jsonl (lists hold one entry per MoE layer; [] in a dense mode
   step_ms (wall time of a step and of the wait for its batch, without evaluation and saving), of which wait_ms (waiting
   for experts, mean over members) and data_ms (waiting for the batch); tokens (of the step, all members);
   tokens_per_s; bytes (moved between members, all members), bytes_by_purpose {weights, refetch, gradients, tokens,
-  metadata, missed}, bytes_received {purpose: [[from each rank of its group] per member]}, without the purposes that
-  moved nothing; waits_ms {published, stage, closed, tokens: [per layer]}, what wait_ms was spent on: blocks, staging of
-  gradients, the others' gradients, token rows; of a dispatcher that chooses what moves also what it had planned,
-  planned_bytes_by_purpose, and for how long that keeps a member's link busy, planned_ms {weights, tokens};
+  metadata, missed, relayed, gathered}, bytes_received {purpose: [[from each rank of its group] per member]}, without
+  the purposes that moved nothing; where the pool's hosts know their leaf of the network also bytes_in_leaf and
+  bytes_crossing, which add up to bytes; waits_ms {published, stage, closed, tokens: [per layer]}, what wait_ms was
+  spent on: blocks, staging of gradients, the others' gradients, token rows; of a dispatcher that chooses what moves
+  also what it had planned, planned_bytes_by_purpose, and for how long that keeps a member's link busy, planned_ms
+  {weights, tokens};
   dropped_fraction; max_vio, entropy (of the load), gate_entropy (of the gate, mean over tokens), dead_experts; load
   ([[E choices] per layer]); skipped_updates (so far in the run);
   heldout_loss on steps with an evaluation; not_finite where there is something to name.

@@ -29,7 +29,7 @@ from fef.summary import (
     percent_text,
 )
 
-_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6")
+_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 _MAX_PANELS = 16  # load panels of a deep model; more would be scrolled past
 _MAX_CELLS = 40_000  # rectangles of all load panels together, about half a megabyte
 
@@ -298,7 +298,7 @@ def _planned_section(rows: list[dict], step_N: np.ndarray, power: int, unit: str
     """What the dispatcher meant to move and what has moved, by the two ways; nothing if it does not choose."""
     if not any("planned_ms" in row for row in rows):
         return ""
-    purposes = {"weights": ("weights", "refetch", "gradients"), "tokens": ("tokens",)}
+    purposes = {"weights": ("weights", "refetch", "relayed", "gradients", "gathered"), "tokens": ("tokens",)}
     waits = {"weights": "published", "tokens": "tokens"}
     lines_of_bytes, lines_of_ms = [], []
     for (way, of_way), (css, planned_css) in zip(purposes.items(), (("c1", "c2"), ("c3", "c4")), strict=True):

@@ -29,7 +29,7 @@ from fef.flops import train_flops_per_token
 from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
 from fef.model import make_device
-from fef.pool.ledger import PURPOSES, WAITS, Units, bytes_by_purpose, bytes_received
+from fef.pool.ledger import PURPOSES, WAITS, Units, bytes_by_leaf, bytes_by_purpose, bytes_received, relays
 from fef.pool.pool import Pool, current
 from fef.report import write_report
 from fef.sample import sample
@@ -297,17 +297,27 @@ class Training:
             no_waits = {"wait_ms": 0.0, "waits_ms": {}, "gate_entropy": []}
             return row | nothing | no_waits | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
         units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
-        moved = bytes_by_purpose(metrics["moved_MLQP"].sum(0, dtype=np.int64), units)
         return row | {
             "wait_ms": float(metrics["waits_us_MLW"].sum((1, 2)).mean()) / 1e3,
             "waits_ms": dict(zip(WAITS, (metrics["waits_us_MLW"].mean(0).T / 1e3).tolist(), strict=True)),
-            "bytes": sum(moved.values()),
-            "bytes_by_purpose": moved,
-            "bytes_received": bytes_received(metrics["moved_MLQP"], sharding.num_members(self.mesh), units),
+            **self._moved(metrics["moved_MLQP"], units),
             **load_metrics(metrics["load_LE"], metrics["kept_LE"]),
             "gate_entropy": metrics["entropy_L"].tolist(),
             **(_planned(metrics["planned_MLQP"], units, self.rates) if self.rates else {}),
         }
+
+    def _moved(self, moved_MLQP: np.ndarray, units: Units) -> dict[str, Any]:
+        """Which bytes moved between members and, where they know their leaf of the network, how many crossed it."""
+        moved, ranks = bytes_by_purpose(moved_MLQP.sum(0, dtype=np.int64), units), sharding.num_members(self.mesh)
+        row: dict[str, Any] = {"bytes": sum(moved.values()), "bytes_by_purpose": moved}
+        pool = current() if self.uses_pool else None
+        relay_GRP = None
+        if pool and pool.leaf_of_host:
+            leaf_GR = np.array(pool.leaf_of_host)[pool.host_GR]
+            row["bytes_in_leaf"], row["bytes_crossing"] = bytes_by_leaf(moved_MLQP, leaf_GR, units)
+        if pool and pool.relay:
+            relay_GRP = relays(pool.host_GR, pool.leaf_of_host, moved_MLQP.shape[-1])
+        return row | {"bytes_received": bytes_received(moved_MLQP, ranks, units, relay_GRP)}
 
     def finish(self) -> dict[str, Any] | None:
         """Waits for the last checkpoint, writes summary and report, and prints what came out; the summary on host 0."""
@@ -366,6 +376,7 @@ class Training:
             "train_flops_per_token": train_flops_per_token(self.config).total,
             "config_hash": config_hash(self.config),
             "transport": current().transport if self.uses_pool else None,
+            "relay": current().relay if self.uses_pool else None,
             "refused": refused,
             "commit": provenance.commit(),
             "versions": provenance.versions(),

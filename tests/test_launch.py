@@ -12,6 +12,7 @@ import time
 import pytest
 
 from experiments import launch
+from experiments.lab import Lab
 from fef.config import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -125,6 +126,7 @@ def test_what_gloo_prints_in_pieces_is_not_shown():
         (["--hosts=2", "true"], "'true' belongs to no flag"),
         (["--hosts=0", "--", "true"], "hosts"),
         (["--hosts=2", "--json=a.json", "--", "true"], "--json=a.json: only a lab counts bytes"),
+        (["--hosts=4", "--leaves=2", "--lab=", "--", "true"], "--leaves=2: a lab has its own, --lab=leaves=2"),
         (["--hosts=2", "--lab=nic=fast", "--", "true"], "--lab=nic=fast: nic=fast: write a rate such as 100mbit"),
         (["--hosts=2", "--lab=speed=1", "--", "true"], "--lab=speed=1: unknown 'speed'; there are leaves, nic"),
     ],
@@ -133,6 +135,30 @@ def test_what_cannot_be_is_refused(words, message, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
     with pytest.raises(UserError, match=re.escape(message)):
         launch.main(["launch", *words])
+
+
+def test_hosts_know_their_leaf(tmp_path):
+    said = tmp_path / "said"
+    words = ["--hosts=5", "--leaves=2", "--", "sh", "-c", f"echo $FEF_PROCESS_ID $FEF_LEAF >> {said}"]
+    done = subprocess.run([sys.executable, "-m", "experiments.launch", *words], cwd=ROOT, timeout=60)
+    assert done.returncode == 0
+    assert sorted(said.read_text().splitlines()) == ["0 leaf0", "1 leaf0", "2 leaf0", "3 leaf1", "4 leaf1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "leaves"),
+    [
+        ("leaves=2", "00011"),
+        ("leaves=2,order=alternating", "01010"),
+        ("leaves=3", "00112"),
+        ("leaves=1", "00000"),
+        ("leaves=2,oversub=0", "00000"),
+        ("leaves=2,oversub=0,order=alternating", "00000"),
+    ],
+)
+def test_which_leaf_a_host_of_the_lab_is_on(options, leaves):
+    lab = Lab("test", 5, options)
+    assert [lab.leaf(host) for host in range(5)] == [f"leaf{leaf}" for leaf in leaves]
 
 
 # Two jobs at the same moment on one machine (L-01), in each of which host 1 fails at last while host 0 waits for it.

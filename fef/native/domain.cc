@@ -55,6 +55,7 @@ Status Domain::Open() {
   for (int host = 0; host < num_hosts_; ++host) {
     if (all_hosts_ >> host & 1) hosts_.push_back(host);
   }
+  FindLeaf();
   slots_taken_.resize(shape_.members);
   segments_.resize(shape_.members);
   stage_segments_.resize(num_hosts_);
@@ -172,6 +173,7 @@ Domain::VersionState& Domain::CreateVersion(const Version& version) {
     state.was_read.resize(size_t(shape_.members) * shape_.layers * shape_.experts);
     state.waits_us.resize(size_t(shape_.members) * shape_.layers * kNumWaitKinds);
     state.was_fetched.resize(size_t(shape_.layers) * shape_.experts);
+    state.was_relayed.resize(size_t(shape_.layers) * shape_.experts);
     for (auto old = versions_.begin(); versions_.size() > kVersionsRemembered && old != created;) {
       const bool is_over = old->second.released == all_ranks() || old->second.run != latest_run_;
       if (is_over && !IsStaged(old->first)) {
@@ -342,18 +344,23 @@ std::optional<Status> Domain::Read(const Version& version, int rank, int layer, 
         return refuse(Code::kStaleVersion, ", home rank ", home,
                       ": no slot holds this version; it was refilled or never published");
       }
-    } else if ((block = cache_.Find({version.key(), layer, expert})) == nullptr) {
-      missing.push_back(expert);
-      continue;
-    } else if (block->state == HostCache::Block::kFailed) {
-      return block->status;
-    } else if (block->state == HostCache::Block::kAsked) {
-      if (!std::exchange(block->is_awaited, true)) {
-        neighbourhood_.fabric->Hurry(host, block->ticket, Urgency(version, layer, expert, true));
-      }
-      ++num_awaited;
-      continue;
     } else {
+      const HostCache::Key key{version.key(), layer, expert};
+      block = cache_.Find(key);
+      const int source = FetchedFrom(expert);
+      if ((block == nullptr || block->is_unanswered()) && !lost_[source].empty()) {
+        return refuse(Code::kPeerLost, ": ", Gone(source), "; its ", shape_.block_bytes(), " bytes are missing");
+      }
+      if (block == nullptr) {
+        missing.push_back(expert);
+        continue;
+      }
+      if (block->state == HostCache::Block::kFailed) return block->status;
+      if (block->state == HostCache::Block::kAsked) {
+        if (!std::exchange(block->is_awaited, true)) Hurry(key, *block);
+        ++num_awaited;
+        continue;
+      }
       block->leases.fetch_add(1, std::memory_order_relaxed);
       loan.lease.count_ = &block->leases;
       loan.lease.block_ = block->bytes.get();
@@ -364,7 +371,7 @@ std::optional<Status> Domain::Read(const Version& version, int rank, int layer, 
   for (int expert : missing) {
     const bool may_wait = !is_all && (!lent.empty() || num_awaited > 0);
     if (!MakeRoom(0) && may_wait) break;
-    Fetch(state, version, layer, expert, /*is_awaited=*/true);
+    Fetch(version, layer, expert, /*is_awaited=*/true);
     ++num_awaited;
   }
   if (is_all ? lent.size() < experts.size() : lent.empty() && !experts.empty()) return std::nullopt;
@@ -411,8 +418,10 @@ std::string Domain::DescribeUnreadable(const Version& version, int layer, const 
   for (int expert : experts) {
     const HostCache::Block* block = cache_.Find({version.key(), layer, expert});
     if (block == nullptr || block->state != HostCache::Block::kAsked) continue;
+    const bool is_relay = block->source != host_of_expert(expert);
     return "get: " + Where(version) + ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert) +
-           ": " + Place(host_of_expert(expert)) + " has not sent its " + std::to_string(shape_.block_bytes()) + " bytes";
+           ": " + Place(block->source) + (is_relay ? ", which relays for " + Place(host_of_expert(expert)) + "," : "") +
+           " has not sent its " + std::to_string(shape_.block_bytes()) + " bytes";
   }
   return "get: " + Where(version) + ", layer " + std::to_string(layer);
 }
@@ -443,6 +452,7 @@ Status Domain::ReadLedger(const Version& version, int rank, int32_t* counts, flo
   if (Status status = FindVersion(version, "ledger", &state); !status.ok()) return status;
   const size_t num_counts = size_t(shape_.layers) * kNumPurposes * shape_.experts;
   std::memcpy(counts, state->counts.data() + rank * num_counts, num_counts * sizeof(int32_t));
+  if (rank == local_ranks_[0]) CountMissed(*state, counts);
   const size_t num_waits = size_t(shape_.layers) * kNumWaitKinds;
   for (size_t i = 0; i < num_waits; ++i) waits_us[i] = float(state->waits_us[rank * num_waits + i]);
   return Status::Ok();

@@ -64,6 +64,7 @@ struct Neighbourhood {
   Worker* worker = nullptr;
   int table = 0, group = 0;       // names of this domain in messages
   std::vector<int> host_of_rank;  // empty: all on this host
+  std::vector<int> leaf_of_host;  // empty: nothing is relayed within leaves
   std::string folder;             // where segments are files; empty: they are memory alone
 };
 
@@ -77,7 +78,7 @@ struct Version {
 };
 
 // Columns of the ledger, in the order of fef/pool/ledger.py.
-enum Purpose { kWeights, kRefetch, kGradients, kTokens, kMetadata, kMissed, kNumPurposes };
+enum Purpose { kWeights, kRefetch, kGradients, kTokens, kMetadata, kMissed, kRelayed, kGathered, kNumPurposes };
 enum WaitKind { kWaitPublished, kWaitStage, kWaitClosed, kWaitTokens, kNumWaitKinds };
 
 class Domain;
@@ -216,7 +217,8 @@ class Domain {
     std::vector<double> waits_us;                      // [rank][layer][kind]
     std::map<std::pair<int, int>, int> uses;           // (layer, microbatch) -> stages opened here
     std::map<std::tuple<int, int, bool, int>, int> flights;  // (layer, microbatch, is_backward, rank) -> flights begun
-    std::vector<char> was_fetched;                     // [layer][expert], from another host
+    std::vector<char> was_fetched;                     // [layer][expert], from its home on another host
+    std::vector<char> was_relayed;                     // [layer][expert], to another host of this leaf
     std::map<int, std::vector<int32_t>> slots;         // by rank of a host that is read one-sided: its slots [layer]
     int at_layer = 0;                                  // where this host's members are
     bool is_backward = false;
@@ -238,12 +240,22 @@ class Domain {
       bool is_sent = false;
     };
     std::vector<Outgoing> outgoing;     // [expert]
+    struct Gathering {                  // of another leaf's expert, of which this host adds up its leaf's gradients
+      uint64_t senders = 0, here = 0;     // bit per host
+      bool is_summing = false, is_sent = false;
+    };
+    std::vector<Gathering> gathering;   // [expert]
+    bool has_told_leaves = false;       // the other leaves' homes, what they will get from here
     bool is_summing = false, is_summed = false;  // what this host is home of
     uint64_t told = 0, taken = 0;       // bit per host: has said what it sends; has taken what it needs
-    // Of each host, for each expert that lives here: the sum of its members' gradients, null when there is none.
+    // Of each host, for each expert that is summed here: the sum of its gradients there, null when there is none.
     std::vector<std::vector<const float*>> sums;
     std::vector<FloatArray> fetched;  // what could not be mapped
-    int num_missing = 0;                // blocks that are announced and not here
+    int num_missing = 0;                // blocks, of experts that live here, that are announced and not here
+  };
+  struct Want {       // of a host of this leaf, for a block that it gets by way of this one
+    bool is_awaited = false;
+    Lease lease;      // from when it was told that the block is here until it has read it
   };
   using ManifestKey = std::tuple<StageKey, int>;  // stage, use
 
@@ -298,11 +310,24 @@ class Domain {
   void SumReadyAlone();
   Status PrepareSums(const Stage& stage, std::vector<Gradients*>* sums);
   Status SumHosts(const Stage& stage, Executor& executor);
+  void NoteGradient(Stage& stage, int host, int expert);
+  void Finish(Stage& stage);
   void FreeIfDone(Stage& stage);
+  int DestinationOf(int expert) const { return relays_[expert] >= 0 ? relays_[expert] : host_of_expert(expert); }
+  int GatheredSource(const Stage& stage, int expert) const;
+  void TellLeaves(Stage& stage);
+  bool CanGather(const Stage& stage, int expert) const;
+  bool has_relays() const { return (leaf_ & (leaf_ - 1)) != 0 && leaf_ != all_hosts_; }
+  bool IsGathered(const Stage& stage) const;
+  bool HasSums();
+  void GatherReady(std::unique_lock<std::mutex>& lock, Executor& executor);
+  void SumLeaf(Stage& stage, const std::vector<int>& experts, Executor& executor);
   Stage* StageOf(const StageKey& key, int use);
   uint32_t LeasesOn(const SlotHeader& head) const;
   Message About(Kind kind, const Version& version) const;
   Message About(Kind kind, const Stage& stage) const;
+  Message About(Kind kind, const HostCache::Key& key) const;
+  Version VersionOf(uint64_t key) const { return {incarnation_, int32_t(uint32_t(key)), 0}; }
   std::string Gone(int host) const;
   int FirstLost() const;
   void Announce(Kind kind, const Version& version, int rank, const std::string& payload = {});
@@ -333,11 +358,27 @@ class Domain {
   Status SumResults(Flight& flight, int rank, Executor& executor) const;
   std::optional<Status> FlightFailure(const Flight& flight) const;
   void EraseIfOver(const std::shared_ptr<Flight>& flight);
-  void Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited);
+  void Fetch(const Version& version, int layer, int expert, bool is_awaited);
+  void FetchFrom(int source, const HostCache::Key& key, HostCache::Block& block);
+  bool is_relayed(int expert) const { return relays_[expert] >= 0 && relays_[expert] != me_; }
+  int FetchedFrom(int expert) const { return is_relayed(expert) ? relays_[expert] : host_of_expert(expert); }
+  void FetchFromHomeAfterAll(const HostCache::Key& key, HostCache::Block& block);
+  void CountFetch(VersionState& state, int layer, int expert, bool is_from_home) const;
+  void FindLeaf();
+  void AskRelay(const HostCache::Key& key, HostCache::Block& block);
+  void Hurry(const HostCache::Key& key, const HostCache::Block& block);
+  void TakeWant(const Message& message);
+  void TakeHave(const Message& message);
+  void Relay(const HostCache::Key& key);
+  void Answer(const HostCache::Key& key);
+  void RelayPublished(uint64_t version_key);
+  void ForgetWants(int host);
+  bool ReadRelayed(const Message& read, std::string* bytes);
   bool MakeRoom(int min_distance);
   bool FetchIfRoom(VersionState& state, const Version& version, int layer, int expert);
   void FetchAhead(VersionState& state, const Version& version);
-  void RememberUse(VersionState& state);
+  void RememberUse(const VersionState& state);
+  void CountMissed(const VersionState& state, int32_t* counts) const;
   void DropUnused();
   std::string Where(const Version& version) const;
   std::string Ranks(uint64_t bits) const;
@@ -352,6 +393,9 @@ class Domain {
   std::vector<int> host_of_rank_;
   std::vector<int> hosts_;  // of this group, ascending
   uint64_t all_hosts_ = 0, all_local_ = 0;  // bit per host, bit per rank of this host
+  uint64_t leaf_ = 0, leaf_ranks_ = 0;      // likewise, of the hosts of this leaf; of this one if nothing is relayed
+  std::vector<int> relays_;     // expert -> the host of this leaf by way of which its blocks go, -1 if they go directly
+  std::vector<int> sum_order_;  // the hosts, as a home adds up what they send
   std::vector<int> local_ranks_;
   std::vector<int> source_of_rank_;  // index in local_ranks_, -1 for members of other hosts
   mutable std::mutex mutex_;
@@ -371,6 +415,7 @@ class Domain {
   std::map<ManifestKey, std::vector<std::pair<Message, std::string>>> early_;  // for stages not yet opened here
   std::map<FlightKey, std::shared_ptr<Flight>> flights_;
   HostCache cache_;
+  std::map<HostCache::Key, std::map<int, Want>> wants_;  // by host; with leases on blocks of cache_
   std::vector<char> last_used_;  // [layer][expert] of other hosts, by the version that was closed last
   uint64_t stages_opened_ = 0;
   std::vector<Gradients> spare_gradients_;

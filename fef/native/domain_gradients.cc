@@ -48,7 +48,8 @@ std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, in
     candidate.order = stages_opened_++;
     candidate.outgoing.assign(shape_.experts, {});
     candidate.admitted = candidate.declared = candidate.closed = candidate.told = candidate.taken = 0;
-    candidate.is_summing = candidate.is_summed = false;
+    candidate.gathering.assign(shape_.experts, {});
+    candidate.has_told_leaves = candidate.is_summing = candidate.is_summed = false;
     candidate.num_missing = 0;
     candidate.sums.assign(num_hosts_, std::vector<const float*>(shape_.experts));
     candidate.fetched.clear();
@@ -137,12 +138,14 @@ Status Domain::SendGradients(const Version& version, int rank, int layer, int st
   return Status::Ok();
 }
 
-// Tells the homes on every host, this one included, which of their experts get a gradient from here.
+// Tells the hosts to which this one sends its gradients, itself included, which they will get: the homes, and for those
+// in other leaves the relays of this one.
 void Domain::Tell(Stage& stage) {
   for (int host : hosts_) {
+    if (has_relays() && !(leaf_ >> host & 1)) continue;  // TellLeaves does
     std::string payload;
     for (int32_t expert = 0; expert < shape_.experts; ++expert) {
-      if (stage.outgoing[expert].senders == 0 || host_of_expert(expert) != host) continue;
+      if (stage.outgoing[expert].senders == 0 || DestinationOf(expert) != host) continue;
       payload.append(reinterpret_cast<const char*>(&expert), sizeof(expert));
     }
     if (host == me_) TakeManifest(stage, me_, payload);
@@ -168,7 +171,7 @@ void Domain::LetGo(Stage& stage, std::unique_lock<std::mutex>& lock, Executor& e
   const auto& [version_key, layer, microbatch] = *stage.key;
   const auto state = versions_.find(version_key);
   for (int expert : experts) {
-    const int first_rank = __builtin_ctzll(stage.outgoing[expert].senders), host = host_of_expert(expert);
+    const int first_rank = __builtin_ctzll(stage.outgoing[expert].senders), host = DestinationOf(expert);
     Message message = About(Kind::kGradient, stage);
     message.host = me_;
     message.expert = expert;
@@ -178,7 +181,8 @@ void Domain::LetGo(Stage& stage, std::unique_lock<std::mutex>& lock, Executor& e
       TakeGradient(stage, message);
       continue;
     }
-    if (state != versions_.end()) Count(state->second, first_rank, layer, kGradients, expert);
+    const Purpose purpose = relays_[expert] < 0 ? kGradients : kGathered;
+    if (state != versions_.end()) Count(state->second, first_rank, layer, purpose, expert);
     neighbourhood_.fabric->Send(host, message);
   }
 }
@@ -209,8 +213,26 @@ void Domain::Take(Stage& stage, const Message& message, const std::string& paylo
 }
 
 void Domain::TakeManifest(Stage& stage, int host, const std::string& payload) {
-  stage.num_missing += int(payload.size() / sizeof(int32_t));
+  for (size_t at = 0; at + sizeof(int32_t) <= payload.size(); at += sizeof(int32_t)) {
+    int32_t expert;
+    std::memcpy(&expert, payload.data() + at, sizeof(expert));
+    if (expert < 0 || expert >= shape_.experts) {
+      failure_ = Status::Error(Code::kInvalidArgument, "collect: table ", shape_.name, ": host ", host,
+                               " speaks of expert ", expert);
+    } else if (is_home(expert)) {
+      ++stage.num_missing;
+    } else {
+      stage.gathering[expert].senders |= 1ull << host;
+    }
+  }
   stage.told |= 1ull << host;
+  TellLeaves(stage);
+}
+
+// A host's sum is here.
+void Domain::NoteGradient(Stage& stage, int host, int expert) {
+  if (is_home(expert)) --stage.num_missing;
+  else stage.gathering[expert].here |= 1ull << host;
 }
 
 // Notes where a host's sum lies, or fetches it if it cannot be mapped.
@@ -228,7 +250,7 @@ void Domain::TakeGradient(Stage& stage, const Message& message) {
       message.stage * stage_elems(host) + StagedIndex(expert, source, num_sources) * shape_.block_elems;
   if (stage_segments_[host] != nullptr) {
     stage.sums[host][expert] = reinterpret_cast<const float*>(stage_segments_[host]->data()) + index;
-    --stage.num_missing;
+    NoteGradient(stage, host, expert);
     return;
   }
   stage.fetched.push_back(Allocate(shape_.block_elems));
@@ -248,14 +270,14 @@ void Domain::TakeGradient(Stage& stage, const Message& message) {
   request.num_bytes = uint64_t(shape_.block_elems) * sizeof(float);
   const int turn = (host - me_ + num_hosts_) % num_hosts_;
   request.urgency = (2 * layer + 1) * shape_.members + turn;
-  request.done = [this, &stage](const Status& status) {
+  request.done = [this, &stage, host, expert](const Status& status) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!status.ok() && failure_.ok()) {
       failure_ = Status::Error(status.code, "collect: table ", shape_.name, ", layer ", std::get<1>(*stage.key), ": ",
                                status.message);
     }
-    --stage.num_missing;
-    if (status.ok() && NextToSum() != nullptr) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
+    NoteGradient(stage, host, expert);
+    if (status.ok() && HasSums()) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
     changed_.notify_all();
   };
   neighbourhood_.fabric->Read(host, std::move(request));
@@ -276,8 +298,19 @@ Domain::Stage* Domain::NextToSum() {
   return nullptr;
 }
 
+bool Domain::HasSums() {
+  const auto can_gather = [&](const Stage& stage) {
+    for (int expert = 0; stage.key && expert < shape_.experts; ++expert) {
+      if (CanGather(stage, expert)) return true;
+    }
+    return false;
+  };
+  return NextToSum() != nullptr || std::any_of(stages_.begin(), stages_.end(), can_gather);
+}
+
 void Domain::SumReady(Executor& executor) {
   std::unique_lock<std::mutex> lock(mutex_);
+  GatherReady(lock, executor);
   while (Stage* stage = NextToSum()) {
     stage->is_summing = true;
     lock.unlock();
@@ -286,12 +319,7 @@ void Domain::SumReady(Executor& executor) {
     if (!status.ok()) failure_ = status;
     stage->is_summing = false;
     stage->is_summed = true;
-    stage->taken |= 1ull << me_;
-    const Message message = About(Kind::kSummed, *stage);
-    for (int host : hosts_) {
-      if (host != me_) neighbourhood_.fabric->Send(host, message);
-    }
-    FreeIfDone(*stage);
+    Finish(*stage);
     changed_.notify_all();
   }
 }
@@ -301,8 +329,19 @@ void Domain::SumReadyAlone() {
   SumReady(executor);
 }
 
+// Says so when this host needs nothing more from the others' stages.
+void Domain::Finish(Stage& stage) {
+  if (!stage.is_summed || !IsGathered(stage)) return;
+  stage.taken |= 1ull << me_;
+  const Message message = About(Kind::kSummed, stage);
+  for (int host : hosts_) {
+    if (host != me_) neighbourhood_.fabric->Send(host, message);
+  }
+  FreeIfDone(stage);
+}
+
 void Domain::FreeIfDone(Stage& stage) {
-  if (!stage.is_summed || stage.taken != all_hosts_) return;
+  if (stage.taken != all_hosts_) return;
   stage.key.reset();
   stage.fetched.clear();
   changed_.notify_all();
@@ -337,7 +376,7 @@ Status Domain::PrepareSums(const Stage& stage, std::vector<Gradients*>* sums) {
   return Status::Ok();
 }
 
-// Adds up the hosts' sums, in the order of the hosts, for the experts that live here.
+// Adds up the hosts' sums, in sum_order_, for the experts that live here.
 Status Domain::SumHosts(const Stage& stage, Executor& executor) {
   std::vector<Gradients*> sums;
   if (Status status = PrepareSums(stage, &sums); !status.ok()) return status;
@@ -350,7 +389,7 @@ Status Domain::SumHosts(const Stage& stage, Executor& executor) {
     const int64_t index = SumIndex(layer, shape_.local[expert]);
     float* sum = sums[home]->sums.get() + index * elems;
     bool is_written = sums[home]->written[index];
-    for (int host : hosts_) {
+    for (int host : sum_order_) {
       const float* part = stage.sums[host][expert];
       if (part == nullptr) continue;
       if (is_written) {

@@ -25,6 +25,14 @@ Message Domain::About(Kind kind, const Stage& stage) const {
   return message;
 }
 
+Message Domain::About(Kind kind, const HostCache::Key& key) const {
+  const auto& [version_key, layer, expert] = key;
+  Message message = About(kind, VersionOf(version_key));
+  message.layer = layer;
+  message.expert = expert;
+  return message;
+}
+
 void Domain::Announce(Kind kind, const Version& version, int rank, const std::string& payload) {
   Message message = About(kind, version);
   message.rank = rank;
@@ -64,6 +72,7 @@ int Domain::FirstLost() const {
 void Domain::OnLost(int host, const std::string& why) {
   std::lock_guard<std::mutex> lock(mutex_);
   lost_[host] = why;
+  ForgetWants(host);
   changed_.notify_all();
 }
 
@@ -78,6 +87,10 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
     if (!status.ok()) failure_ = status;
     if (status.ok() && message.rank < 0) stage_segments_[message.host] = std::move(segment);
     if (status.ok() && is_from_member) segments_[message.rank] = std::move(segment);
+  } else if (message.kind == Kind::kWant || message.kind == Kind::kHurry) {
+    TakeWant(message);
+  } else if (message.kind == Kind::kHave) {
+    TakeHave(message);
   } else if (version.key() <= last_forgotten_) {
     return;
   } else if (message.kind == Kind::kPublished && is_from_member) {
@@ -89,6 +102,7 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
       std::memcpy(slots.data(), payload.data(), payload.size());
     }
     FetchAhead(state, version);
+    RelayPublished(version.key());
   } else if (message.kind == Kind::kClosed && is_from_member) {
     VersionState& state = CreateVersion(version);
     state.closed |= 1ull << message.rank;
@@ -97,7 +111,7 @@ void Domain::OnMessage(const Message& message, const std::string& payload, Descr
     const StageKey key{version.key(), message.layer, version.microbatch};
     if (Stage* stage = StageOf(key, message.use)) {
       Take(*stage, message, payload);
-      if (NextToSum() != nullptr) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
+      if (HasSums()) neighbourhood_.worker->Post([this] { SumReadyAlone(); });
     } else {
       early_[{key, message.use}].emplace_back(message, payload);
     }
@@ -121,8 +135,8 @@ Status Domain::OnRead(const Message& read, std::string* bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (Status status = CheckOpen(version, "get"); !status.ok()) return status;
   if (read.region == Region::kRows || read.region == Region::kResults) return ReadFlight(read, bytes);
-  const uint64_t block_bytes = read.region == Region::kBlock ? uint64_t(shape_.block_bytes())
-                                                             : uint64_t(shape_.block_elems) * sizeof(float);
+  const uint64_t block_bytes = read.region == Region::kGradient ? uint64_t(shape_.block_elems) * sizeof(float)
+                                                                : uint64_t(shape_.block_bytes());
   if (read.layer < 0 || read.layer >= shape_.layers || read.expert < 0 || read.expert >= shape_.experts) {
     return refuse(Code::kInvalidArgument, " is out of range: the table has ", shape_.layers, " layers of ",
                   shape_.experts, " experts");
@@ -142,6 +156,10 @@ Status Domain::OnRead(const Message& read, std::string* bytes) {
     const size_t index = StagedIndex(read.expert, read.rank, int(local_ranks_.size())) * shape_.block_elems;
     bytes->assign(reinterpret_cast<const char*>(stage->blocks + index) + read.offset, read.length);
     return Status::Ok();
+  }
+  if (read.region == Region::kRelayed) {
+    if (ReadRelayed(read, bytes)) return Status::Ok();
+    return refuse(Code::kStaleVersion, ": it is not kept for ", Place(read.host));
   }
   const int home = shape_.home[read.expert];
   if (!is_here(home)) return refuse(Code::kInvalidArgument, ": its home is rank ", home, ", on another host");
@@ -171,32 +189,43 @@ int Domain::Urgency(const Version& version, int layer, int expert, bool is_await
   return (2 * Distance({version.key(), layer, expert}) + !is_awaited) * shape_.members + turn;
 }
 
-void Domain::Fetch(VersionState& state, const Version& version, int layer, int expert, bool is_awaited) {
-  HostCache::Block& block = cache_.Add({version.key(), layer, expert});
+void Domain::Fetch(const Version& version, int layer, int expert, bool is_awaited) {
+  const HostCache::Key key{version.key(), layer, expert};
+  HostCache::Block& block = cache_.Add(key);
   block.is_awaited = is_awaited;
-  char& was_fetched = state.was_fetched[size_t(layer) * shape_.experts + expert];
-  Count(state, local_ranks_[0], layer, was_fetched ? kRefetch : kWeights, expert);
-  was_fetched = 1;
+  if (is_relayed(expert)) AskRelay(key, block);
+  else FetchFrom(host_of_expert(expert), key, block);
+}
+
+// From the block's home, or from its relay, which has it.
+void Domain::FetchFrom(int source, const HostCache::Key& key, HostCache::Block& block) {
+  const auto& [version_key, layer, expert] = key;
+  const Version version = VersionOf(version_key);
+  const bool is_home = source == host_of_expert(expert), is_awaited = block.is_awaited;
+  const auto state = versions_.find(version_key);
+  if (state != versions_.end()) CountFetch(state->second, layer, expert, is_home);
   ReadRequest request;
-  request.what = About(Kind::kRead, version);
-  request.what.layer = layer;
-  request.what.expert = expert;
+  request.what = About(Kind::kRead, key);
+  request.what.region = is_home ? Region::kBlock : Region::kRelayed;
   request.what.is_hint = !is_awaited;
-  if (is_one_sided()) request.spot = SpotOfBlock(state, version, layer, expert);
+  if (is_one_sided()) request.spot = SpotOfBlock(state->second, version, layer, expert);
   request.destination = block.bytes.get();
   request.num_bytes = uint64_t(shape_.block_bytes());
   request.urgency = Urgency(version, layer, expert, is_awaited);
-  request.done = [this, &block, version, layer, expert, is_awaited](const Status& status) {
+  request.done = [this, &block, key, version, source, is_home, is_awaited](const Status& status) {
+    const auto& [version_key, layer, expert] = key;
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_home && !status.ok() && status.code != Code::kPeerLost) return FetchFromHomeAfterAll(key, block);
     if (!status.ok() && status.code != Code::kPeerLost && !is_awaited) {  // who has come to want it asks again
-      cache_.Forget({version.key(), layer, expert});
+      cache_.Forget(key);
+      Answer(key);
       changed_.notify_all();
       return;
     }
     block.status = status;
     if (is_one_sided() && !status.ok()) {  // the network does not know what it reads
       block.status = Refused(Status::Error(status.code, "get: ", Where(version), ", layer ", layer, ", expert ", expert,
-                                           " at ", Place(host_of_expert(expert)), ": ", status.message));
+                                           " at ", Place(source), ": ", status.message));
     }
     // The connection's end may be known here before the host's is: whoever waits for the block hears what it was.
     if (status.code == Code::kPeerLost) {
@@ -204,9 +233,25 @@ void Domain::Fetch(VersionState& state, const Version& version, int layer, int e
                                    status.message, "; its ", shape_.block_bytes(), " bytes are missing");
     }
     block.state = status.ok() ? HostCache::Block::kReady : HostCache::Block::kFailed;
+    Answer(key);
     changed_.notify_all();
   };
-  block.ticket = neighbourhood_.fabric->Read(host_of_expert(expert), std::move(request));
+  block.source = source;
+  block.ticket = neighbourhood_.fabric->Read(source, std::move(request));
+}
+
+void Domain::CountFetch(VersionState& state, int layer, int expert, bool is_from_home) const {
+  if (!is_from_home) return Count(state, local_ranks_[0], layer, kRelayed, expert);
+  char& was_fetched = state.was_fetched[size_t(layer) * shape_.experts + expert];
+  Count(state, local_ranks_[0], layer, was_fetched ? kRefetch : kWeights, expert);
+  was_fetched = 1;
+}
+
+// Somebody waits for a block that was only hinted at.
+void Domain::Hurry(const HostCache::Key& key, const HostCache::Block& block) {
+  const auto& [version_key, layer, expert] = key;
+  if (block.is_unanswered()) neighbourhood_.fabric->Send(block.source, About(Kind::kHurry, key));
+  else neighbourhood_.fabric->Hurry(block.source, block.ticket, Urgency(VersionOf(version_key), layer, expert, true));
 }
 
 bool Domain::MakeRoom(int min_distance) {
@@ -219,10 +264,10 @@ bool Domain::FetchIfRoom(VersionState& state, const Version& version, int layer,
   const int home = shape_.home[expert];
   const HostCache::Key key{version.key(), layer, expert};
   const bool is_wanted = !is_direct(home) && (state.published >> home & 1) && lost_[host_of_rank_[home]].empty() &&
-                         cache_.Find(key) == nullptr;
+                         lost_[FetchedFrom(expert)].empty() && cache_.Find(key) == nullptr;
   if (!is_wanted) return true;
   if (!MakeRoom(Distance(key) + 1)) return false;
-  Fetch(state, version, layer, expert, /*is_awaited=*/false);
+  Fetch(version, layer, expert, /*is_awaited=*/false);
   return true;
 }
 
@@ -238,28 +283,36 @@ void Domain::FetchAhead(VersionState& state, const Version& version) {
   }
 }
 
-// What is fetched ahead under later versions, once this host's members have all done with this one. What was fetched
-// ahead under this one and not read was no use.
-void Domain::RememberUse(VersionState& state) {
+// What is fetched ahead under later versions, once this host's members have all done with this one.
+void Domain::RememberUse(const VersionState& state) {
   if (local_ranks_.empty() || (state.closed & all_local_) != all_local_) return;
   std::fill(last_used_.begin(), last_used_.end(), 0);
   for (int rank : local_ranks_) {
     for (size_t i = 0; i < last_used_.size(); ++i) last_used_[i] |= state.was_read[rank * last_used_.size() + i];
   }
-  for (size_t i = 0; i < last_used_.size(); ++i) {
-    if (!state.was_fetched[i] || last_used_[i]) continue;
-    const int layer = int(i) / shape_.experts, expert = int(i) % shape_.experts;
-    Count(state, local_ranks_[0], layer, kWeights, expert, -1);
-    Count(state, local_ranks_[0], layer, kMissed, expert);
+}
+
+// What was fetched from its home and neither read here nor relayed was no use, as far as this host's members have done.
+void Domain::CountMissed(const VersionState& state, int32_t* counts) const {
+  if ((state.closed & all_local_) != all_local_) return;
+  for (size_t i = 0; i < state.was_fetched.size(); ++i) {
+    const bool is_read = std::any_of(local_ranks_.begin(), local_ranks_.end(), [&](int rank) {
+      return state.was_read[rank * state.was_fetched.size() + i];
+    });
+    if (!state.was_fetched[i] || is_read || state.was_relayed[i]) continue;
+    int32_t* of_layer = counts + i / shape_.experts * kNumPurposes * shape_.experts + i % shape_.experts;
+    --of_layer[kWeights * shape_.experts];
+    ++of_layer[kMissed * shape_.experts];
   }
 }
 
-// Gives the memory of blocks back whose version no member of this host uses any more.
+// Gives the memory of blocks back whose version no member of this host uses any more, or of its leaf if it relays them.
 void Domain::DropUnused() {
   cache_.Drop([this](const HostCache::Key& key) {
     const auto& [version_key, layer, expert] = key;
     const auto state = versions_.find(version_key);
-    return state == versions_.end() || (state->second.closed & all_local_) == all_local_;
+    const uint64_t users = relays_[expert] == me_ ? leaf_ranks_ : all_local_;
+    return state == versions_.end() || (state->second.closed & users) == users;
   });
 }
 

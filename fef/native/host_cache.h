@@ -23,9 +23,12 @@ class HostCache {
     Status status;
     std::unique_ptr<char[]> bytes;
     std::atomic<uint32_t> leases{0};
-    uint64_t ticket = 0;      // of its fetch
+    int source = -1;          // the host that it comes from
+    uint64_t ticket = 0;      // of its fetch; 0 while the source has not said that it has the block
     bool is_awaited = false;  // a member waits for it that has not read it yet
     uint64_t last_read = 0;   // larger when read later
+
+    bool is_unanswered() const { return state == kAsked && ticket == 0; }
   };
   // How long it is until a block is needed, in layers; the largest is given up first.
   using Distance = std::function<int(const Key& key)>;

@@ -29,7 +29,8 @@ Status Pool::AddTable(const TableShape& shape, int32_t* table) {
   for (int group = 0; group < options_.groups; ++group) {
     std::optional<uint64_t> seed;
     if (options_.chaos_seed) seed = *options_.chaos_seed + group;
-    Neighbourhood neighbourhood{fabric_.get(), &worker_, int(tables_.size()), group, {}, options_.folder};
+    Neighbourhood neighbourhood{fabric_.get(), &worker_, int(tables_.size()), group, {}, options_.leaf_of_host,
+                                options_.folder};
     const auto first = options_.host_of_member.begin() + ptrdiff_t(group) * shape.members;
     if (fabric_ != nullptr) neighbourhood.host_of_rank.assign(first, first + shape.members);
     auto domain = std::make_unique<Domain>(shape, incarnation(), options_.deadline_s, seed, std::move(neighbourhood));

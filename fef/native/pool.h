@@ -26,6 +26,7 @@ struct PoolOptions {
   std::optional<uint64_t> chaos_seed;
   Membership membership;
   std::vector<int> host_of_member;  // [group][rank]; empty: all members are here
+  std::vector<int> leaf_of_host;    // empty: nothing is relayed within leaves
   Window window;
   std::string folder;  // where segments are files; empty: they are memory alone
   std::shared_ptr<OneSided> one_sided;  // reads the hosts that are not mapped; null: requests over TCP do

@@ -21,17 +21,19 @@ extern "C" {
 
 int32_t fef_pool_next_incarnation() { return fef::NextIncarnation(); }
 
-// host_of_member: [groups][members]; not read when there is one host. folder: of the segments; empty: memory alone.
+// host_of_member: [groups][members]; not read when there is one host. leaf_of_host: null when nothing is relayed.
+// folder: of the segments; empty: memory alone.
 // one_sided: of fef_ucx_open, the pool's from now on; null: blocks of hosts that are not mapped come by TCP.
 int32_t fef_pool_open(int groups, double deadline_s, int64_t chaos_seed, int32_t incarnation, int me, int num_hosts,
-                      const char* token, const int32_t* host_of_member, int num_members, int64_t window_bytes,
-                      int64_t total_window_bytes, const char* folder, void* one_sided) {
+                      const char* token, const int32_t* host_of_member, int num_members, const int32_t* leaf_of_host,
+                      int64_t window_bytes, int64_t total_window_bytes, const char* folder, void* one_sided) {
   fef::PoolOptions options;
   options.groups = groups;
   options.deadline_s = deadline_s;
   if (chaos_seed >= 0) options.chaos_seed = uint64_t(chaos_seed);
   options.membership = {me, num_hosts, incarnation, token};
   if (num_hosts > 1) options.host_of_member.assign(host_of_member, host_of_member + groups * num_members);
+  if (leaf_of_host != nullptr) options.leaf_of_host.assign(leaf_of_host, leaf_of_host + num_hosts);
   options.window = {uint64_t(window_bytes), uint64_t(total_window_bytes)};
   options.folder = folder;
   options.one_sided.reset(static_cast<fef::OneSided*>(one_sided));

@@ -30,6 +30,9 @@ enum class Kind : uint16_t {
   kTokens,     // in a flight `rank` sends rows of `offset` floats; payload: the parcel
   kServed,     // what became of the rows that `rank`, a member of the receiving host, has sent; payload: the dot products
   kReceived,   // `rank` has the results of its rows
+  kWant,       // asks the leaf's relay for a block of another leaf; `is_hint` as of a read
+  kHurry,      // what was only hinted at by a want is awaited now
+  kHave,       // the answer to a want: the block can be read here or, if `code` is not 0, at its home only
   kRead,       // asks for `length` bytes at `offset` of a block
   kData,       // the answer; payload: the bytes, or the text of an error if `code` is not 0
   kBye,        // an orderly end
@@ -38,6 +41,7 @@ enum class Kind : uint16_t {
 // What a read asks for.
 enum class Region : int32_t {
   kBlock,     // of an expert's weights
+  kRelayed,   // likewise, of another leaf's expert, as the relay has it for its leaf
   kGradient,  // of an expert; `stage` and `rank`, an index among the host's members, say where it lies
   kRows,      // that `rank` has sent to the asking host
   kResults,   // of the rows of `rank`, a member of the asking host
@@ -59,7 +63,7 @@ struct Message {
   uint64_t offset = 0;
   uint64_t ticket = 0;
   uint32_t payload_bytes = 0;
-  uint32_t is_hint = 0;  // of a read: nobody waits for it (yet)
+  uint32_t is_hint = 0;  // of a read or a want: nobody waits for it (yet)
 };
 static_assert(std::is_trivially_copyable_v<Message> && sizeof(Message) == 96);
 

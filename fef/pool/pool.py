@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fef import hosts
-from fef.config import PoolConfig
+from fef.config import ConfigError, PoolConfig
 from fef.pool import errors, native, neighbours
 from fef.pool.memory import segment_folder
 from fef.pool.table import ExpertTable
@@ -38,10 +38,16 @@ class Pool:
 
     Args:
       mesh: the device mesh (`fef.make_mesh`); every device is a member with a segment of its own.
-      config: slots, stages, deadline, transport, memory.
+      config: slots, stages, deadline, transport, relay, memory.
+
+    Attributes:
+      transport: how other hosts are reached: local, mmap, tcp, rma, or mmap+tcp.
+      host_GR: the host of each member, by data-parallel group and rank.
+      leaf_of_host: the number of each host's leaf; [] where hosts do not know theirs.
+      relay: whether what crosses from leaf to leaf does so once for all hosts of a leaf.
 
     Raises:
-      ConfigError: a transport that this build does not have, or a folder that cannot hold the blocks.
+      ConfigError: a transport or relay that cannot be, or a folder that cannot hold the blocks.
       fef.pool.native.NativeError: the native library is not built; says what to do.
     """
 
@@ -55,7 +61,12 @@ class Pool:
         self._tables: dict[str, int] = {}
         transport = neighbours.chosen_transport(self.config)
         self.incarnation: int = self._library.fef_pool_next_incarnation()
+        self.host_GR = np.array([[device.process_index for device in row] for row in mesh.devices], np.int32)
+        self.leaf_of_host: list[int] = []
+        self.relay = False
         if jax.process_count() == 1:
+            if self.config.relay == "on":
+                raise ConfigError("pool.relay", "on", "relays between hosts, and the job is one process; use auto")
             self.transport = "local"
             self._open(num_hosts=1, token="")
         else:
@@ -63,12 +74,13 @@ class Pool:
         atexit.register(self.close)  # JAX waits for its programs at exit: none of them may wait for the pool
 
     def _open(self, num_hosts: int, token: str, one_sided: int | None = None) -> None:
-        host_of_member = np.array([[device.process_index for device in row] for row in self.mesh.devices], np.int32)
-        groups, members = host_of_member.shape
+        groups, members = self.host_GR.shape
+        ints = ctypes.POINTER(ctypes.c_int32)
+        leaf_of_host = np.array(self.leaf_of_host, np.int32)
         self._library.fef_pool_open(
             groups, ctypes.c_double(self.config.deadline_s), ctypes.c_int64(_chaos_seed()), self.incarnation,
             jax.process_index(), num_hosts, token.encode(),
-            host_of_member.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), members,
+            self.host_GR.ctypes.data_as(ints), members, leaf_of_host.ctypes.data_as(ints) if self.relay else None,
             ctypes.c_int64(self.config.window_bytes), ctypes.c_int64(self.config.total_window_bytes),
             self._folder.encode(), ctypes.c_void_p(one_sided),
         )  # fmt: skip
@@ -76,9 +88,13 @@ class Pool:
     def _meet(self, transport: str) -> str:
         """Opens this host's part of the pool and connects it to the others'; returns how those are reached."""
         me = jax.process_index()
-        records = hosts.gather("its introduction to the pool", neighbours.introduction(self.incarnation, transport))
+        records = hosts.gather(
+            "its introduction to the pool", neighbours.introduction(self.incarnation, transport, self.config)
+        )
         neighbours.check(records)
         is_mapped = neighbours.mapped_hosts(records, me, transport)
+        self.leaf_of_host = neighbours.leaf_numbers(records)
+        self.relay = neighbours.is_relayed(records, transport)
         address = neighbours.own_address()
         self.incarnation = max(record["incarnation"] for record in records)
         self._open(len(records), records[0]["token"], native.open_one_sided() if transport == "rma" else None)

@@ -12,7 +12,18 @@ from fef.native import build
 from fef.ops.read_ledger import read_ledger
 from fef.ops.release import release
 from fef.pool import errors
-from fef.pool.ledger import GRADIENTS, PURPOSES, REFETCH, WAITS, WEIGHTS, Units, bytes_by_purpose, bytes_received
+from fef.pool.ledger import (
+    GRADIENTS,
+    PURPOSES,
+    REFETCH,
+    WAITS,
+    WEIGHTS,
+    Units,
+    bytes_by_leaf,
+    bytes_by_purpose,
+    bytes_received,
+    relays,
+)
 from fef.pool.pool import Pool
 from fef.pool.table import ExpertTable
 from fef.sharding import REPLICATED, TOKENS, island, make_mesh
@@ -84,7 +95,7 @@ def test_training_step(mesh, handle, remat, refetch):
         assert waits_us_MLW.shape == (R, L, len(WAITS)) and (np.asarray(waits_us_MLW) >= 0).all()
     assert bytes_by_purpose(np.asarray(counts_MLQE).sum(0), Units(3 * D * F * 4, 3 * D * F * 4, D * 4)) == {
         "weights": 4 * 288, "refetch": 4 * 288 * refetch, "gradients": 4 * 288, "tokens": 0, "metadata": 0,
-        "missed": 0,
+        "missed": 0, "relayed": 0, "gathered": 0,
     }  # fmt: skip
 
 
@@ -143,11 +154,11 @@ def test_refusals(mesh, handle):
 def test_bytes_are_exact_beyond_32_bits():
     counts_LQE = np.zeros((2, len(PURPOSES), 3), np.int32)
     counts_LQE[0, 0] = 2**31 - 1
-    counts_LQE[:, 1:, 2] = [[1, 2, 3, 4, 5], [10, 20, 30, 40, 50]]
+    counts_LQE[:, 1:, 2] = [[1, 2, 3, 4, 5, 6, 7], [10, 20, 30, 40, 50, 60, 70]]
     units = Units(block_bytes=2**33, gradient_bytes=100, row_bytes=10)
     assert bytes_by_purpose(counts_LQE, units) == {
         "weights": 3 * (2**31 - 1) * 2**33, "refetch": 11 * 2**33, "gradients": 2200, "tokens": 330, "metadata": 44,
-        "missed": 55 * 2**33,
+        "missed": 55 * 2**33, "relayed": 66 * 2**33, "gathered": 7700,
     }  # fmt: skip
 
 
@@ -174,4 +185,42 @@ def test_bytes_received_within_each_data_parallel_group():
     assert {purpose: bytes_MR.tolist() for purpose, bytes_MR in received.items()} == {
         "tokens": [[0, 40], [30, 0], [0, 30], [30, 0]],
         "metadata": [[0, 0], [0, 0], [0, 0], [5, 0]],
+    }
+
+
+def test_who_relays_for_whom():
+    """Hosts 0, 2 and 4 on one leaf, 1 on another and 3 on a third; host 0 has two members, of two positions each."""
+    host_GR, leaf_of_host = np.array([[0, 0, 1, 2, 3, 4]]), [0, 1, 0, 2, 0]
+    relay_GRP = relays(host_GR, leaf_of_host, positions=12)
+    # Ranks 2 and 4 are elsewhere: their positions 4, 5 and 8, 9 come by hosts 0, 2, 4 in turn, whose ranks are 0, 3, 5.
+    assert relay_GRP[0, 0].tolist() == relay_GRP[0, 5].tolist() == [0, 0, 1, 1, 0, 3, 3, 3, 3, 5, 5, 5]
+    alone = np.repeat(np.arange(6), 2).tolist()
+    assert relay_GRP[0, 2].tolist() == relay_GRP[0, 4].tolist() == alone
+    both = relays(np.array([[0, 1], [2, 3]]), [0, 1, 1, 0], positions=2)
+    assert both.tolist() == [[[0, 1]] * 2] * 2  # no member of a group has a neighbour in it
+
+
+def test_bytes_by_leaf_and_by_way_of_the_relay():
+    """4 hosts of a member with one position each, on leaves 0, 0, 1, 1: rank 0 relays position 2, rank 1 position 3."""
+    leaf_GR = np.array([[0, 0, 1, 1]])
+    relay_GRP = relays(np.array([[0, 1, 2, 3]]), [0, 0, 1, 1], positions=4)
+    counts_MLQP = np.zeros((4, 1, len(PURPOSES), 4), np.int32)
+    relayed, gathered, tokens = (PURPOSES.index(purpose) for purpose in ("relayed", "gathered", "tokens"))
+    counts_MLQP[0, 0, WEIGHTS] = [0, 1, 1, 0]
+    counts_MLQP[0, 0, relayed] = [0, 0, 0, 1]
+    counts_MLQP[1, 0, relayed] = [0, 0, 1, 0]
+    counts_MLQP[1, 0, gathered] = [0, 0, 1, 0]
+    counts_MLQP[0, 0, GRADIENTS] = [0, 0, 1, 0]
+    counts_MLQP[3, 0, tokens] = [2, 0, 4, 0]
+    units = Units(block_bytes=1000, gradient_bytes=100, row_bytes=1)
+    assert bytes_by_leaf(counts_MLQP, leaf_GR, units) == (1000 + 2000 + 100 + 4, 1000 + 100 + 2)
+    received = bytes_received(counts_MLQP, 4, units, relay_GRP)
+    assert {
+        purpose: {(m, r): n for (m, r), n in np.ndenumerate(of_MR) if n} for purpose, of_MR in received.items()
+    } == {
+        "weights": {(0, 1): 1000, (0, 2): 1000},
+        "gradients": {(2, 0): 100},
+        "tokens": {(0, 3): 1, (3, 0): 1, (2, 3): 2, (3, 2): 2},
+        "relayed": {(0, 1): 1000, (1, 0): 1000},
+        "gathered": {(0, 1): 100},
     }

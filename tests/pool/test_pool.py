@@ -143,6 +143,19 @@ def test_bad_environment(mesh, monkeypatch, variable, value):
         assert isinstance(caught.value, ConfigError) and "must be one of auto, local, mmap, tcp" in str(caught.value)
 
 
+def test_relay_between_hosts_of_one_process(mesh, monkeypatch):
+    config = PoolConfig()
+    config.relay = "on"
+    with pytest.raises(
+        ConfigError, match=r"config.pool.relay='on': relays between hosts, and the job is one process; use"
+    ):
+        Pool(mesh, config)
+    config.relay = "auto"
+    monkeypatch.setenv("FEF_LEAF", "a")
+    with Pool(mesh, config) as pool:
+        assert (pool.relay, pool.leaf_of_host) == (False, [])
+
+
 def test_transport_is_recorded(mesh, monkeypatch):
     for name in ("auto", "local"):
         monkeypatch.setenv("FEF_TRANSPORT", name)
