@@ -40,7 +40,7 @@ from fef.experts import Experts, init_experts
 from fef.fabric import calibration, cost
 from fef.fabric.measure import measure
 from fef.model import make_dispatcher
-from fef.pool.ledger import WAITS, bytes_received
+from fef.pool.ledger import WAITS, bytes_received, relays
 from fef.pool.pool import Pool
 from fef.routing import Assignment
 from fef.sharding import EXPERTS, REPLICATED, island, named
@@ -68,6 +68,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("d_model", 256, "D", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("d_expert", 341, "F; with D = 256 a block has 1 MiB", lower_bound=1, flag_values=values)
     flags.DEFINE_float("half_rows", 0.0, "rows at which a GEMM has half of its rate", flag_values=values)
+    flags.DEFINE_enum("relay", "auto", ["off", "on", "auto"], "config.pool.relay", flag_values=values)
     flags.DEFINE_bool("values", False, "compute the matmuls too", flag_values=values)
     flags.DEFINE_float("nic", 100.0, "rate of a host's link for the floor, Mbit/s", flag_values=values)
     flags.DEFINE_integer("steps", 5, "timed steps of each, after the warm-up", lower_bound=1, flag_values=values)
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> None:
     values = parse_flags(argv, define, doc=__doc__ or "")
     cells = [_cell(text) for text in values.cells]
     jax.config.update("jax_platforms", "cpu")
-    pool_config = PoolConfig()
+    pool_config = PoolConfig(relay=values.relay)
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)
     mesh = sharding.make_mesh(values.members)
     with contextlib.ExitStack() as stack:
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> None:
                 for one in bar:
                     one.step()
                     bar.set_postfix_str(f"{one.name} {one.times_s[-1] * 1e3:,.0f} ms")
-            rows += [_row(one, stacks[0], pool.transport) for one in stacks]
+            rows += [_row(one, stacks[0], pool) for one in stacks]
     hosts.say(table(rows))
     if values.json and hosts.is_main():
         pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -205,10 +206,11 @@ def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, me
     return dispatcher
 
 
-def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
+def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
     values = one.values
     units = one.dispatcher.units.for_shapes(values.d_model, values.d_expert)
-    received = bytes_received(one.moved_MLQP, values.members, units)
+    relay_GRP = relays(pool.host_GR, pool.leaf_of_host, one.moved_MLQP.shape[-1]) if pool.relay else None
+    received = bytes_received(one.moved_MLQP, values.members, units, relay_GRP)
     busiest = int(np.max(sum(of_MR.sum(1) for of_MR in received.values())))
     step_s = float(np.median(one.times_s[WARM_UP_STEPS:]))
     compute_s = values.layers * one.layer_s
@@ -231,7 +233,8 @@ def _row(one: Stack, first: Stack, transport: str) -> dict[str, Any]:
         "loss": one.losses[-1],
         "max_loss_difference": float(np.abs(np.subtract(one.losses, first.losses)).max()),
         "rates": one.rates and dataclasses.asdict(one.rates),
-        "transport": transport,
+        "transport": pool.transport,
+        "relay": pool.relay,
         "hosts": jax.process_count(),
         "flags": {key: getattr(values, key) for key in _SETTING},
         "commit": provenance.commit(),
