@@ -7,8 +7,8 @@
 //
 // Life of a version: every member publishes its blocks into free slots under it; members read them, each read under a
 // lease; gradients of one (layer, microbatch) are staged, and go to their homes one by one as they are made; these sum
-// them in rank order once the stage is complete; a member closes the version when it has nothing more to send; when
-// all have, the slots may be refilled.
+// them in a fixed order once the stage is complete: members of a host by rank, then hosts, then leaves; a member closes
+// the version when it has nothing more to send; when all have, the slots may be refilled.
 #ifndef FEF_DOMAIN_H_
 #define FEF_DOMAIN_H_
 

@@ -109,9 +109,11 @@ def bytes_received(
     group_G11, rank_R1 = np.arange(groups)[:, None, None], np.arange(ranks)[:, None]
     received = {}
     for index, purpose in enumerate(PURPOSES):
-        other_P = relay_GRP if relay_GRP is not None and purpose in ("relayed", "gathered") else home_P
+        at_GRP: np.ndarray = home_P
+        if relay_GRP is not None and purpose in ("relayed", "gathered"):
+            at_GRP = relay_GRP
         from_GRR = np.zeros((groups, ranks, ranks), np.int64)  # units of a member, at the one it deals with
-        np.add.at(from_GRR, (group_G11, rank_R1, other_P), totals_GRQP[:, :, index])
+        np.add.at(from_GRR, (group_G11, rank_R1, at_GRP), totals_GRQP[:, :, index])
         to_GRR = from_GRR.transpose(0, 2, 1)
         units_GRR = from_GRR
         if purpose in ("gradients", "gathered"):
