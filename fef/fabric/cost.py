@@ -1,6 +1,6 @@
 """What flows: for each remote expert of a member, the tokens or the weights.
 
-Letters: E experts, R members.
+Letters: E experts, R members; k counts the experts that are read, 0 ... E.
 
 Weights hide under compute and tokens do not: rows leave when the router has chosen, and their results are waited for.
 So the time of a layer in which the experts of a set W are read and the others visited is taken to be
@@ -8,16 +8,20 @@ So the time of a layer in which the experts of a set W are read and the others v
     max(compute / 3, blocks / rate) + max(2 compute / 3, gradients / rate) + rows / rate of rows + 4 latency
 
     compute   = the busiest member's GEMMs, a third of them forward, two thirds backward
-    blocks    = |W| blocks' bytes, which come in the forward pass
-    gradients = |W| gradients' bytes, which leave in the backward pass
-    rows      = 4 (rows of the others) D b, there and back, forward and backward
+    blocks    = bytes of blocks on the busiest link: what a reader gets, what a home sends; in the forward pass
+    gradients = bytes of as many gradients, the other way, in the backward pass
+    rows      = bytes of rows on the busiest link, 2 (rows sent + rows that visit) D b: there and back, both passes
     latency   of a crossing, if any row leaves
 
-With the experts in the order of the member's own rows, most rows first, W is the first k of them, and k is the best of
-all (its own experts it does not send, but others may). A GEMM of n rows takes the time of n + half_rows rows at the
-full rate. What others do is not known when a member chooses. It is taken that they choose as this one: a visited expert
-then sees all members' rows, at its home alone, and one that is read sees this member's rows at every member. Of all
-members' rows the last step's count is known, of the same layer; in the first step each is taken to have this one's.
+With the experts in the order of the member's own rows, most rows first (of equal ones those first whose homes come next
+in rank order, so that members begin at different homes), W is the first k of them, and k is the best of all. Its own
+experts a member does not send, but others may. A GEMM of n rows takes the time of n + half_rows rows at the full rate.
+
+What others do is not known when a member chooses. Of all members' rows the last step's count is known, of the same
+layer; in the first step each is taken to have this one's. In the mean of the others, the experts with at least as many
+rows as the k-th of this member are the candidates of their k; if there are more than k, each is read with the same
+probability. Compute is taken as if all chose like this one: a visited expert has all members' rows, at its home alone,
+and one that is read has this member's rows at every member.
 
 By bytes, each expert is a matter of its own: its rows' bytes or its weights', whichever are fewer.
 
@@ -85,40 +89,61 @@ def visit_by_time(
       load_E: (E,) int32, rows of all members in the last step; zeros in the first.
       calibration: rates.
     """
-    is_remote_E = _is_remote(rows_E, rank, layer)
-    order_E = jnp.argsort(-rows_E, stable=True)
+    order_E = by_rows(rows_E, rank, layer)
     of_all_E = jnp.where(load_E.sum() > 0, jnp.maximum(load_E, rows_E), layer.table.num_members * rows_E)
-    num_read = jnp.argmin(layer_seconds(rows_E, of_all_E, order_E, is_remote_E, layer, calibration))
+    num_read = jnp.argmin(layer_seconds(rows_E, of_all_E, order_E, rank, layer, calibration))
     place_E = jnp.zeros_like(order_E).at[order_E].set(jnp.arange(order_E.shape[0]))
-    return is_remote_E & (place_E >= num_read)
+    return _is_remote(rows_E, rank, layer) & (place_E >= num_read)
 
 
 def layer_seconds(
     rows_E: jax.Array,
     of_all_E: jax.Array,
     order_E: jax.Array,
-    is_remote_E: jax.Array,
+    rank: jax.Array,
     layer: Layer,
     calibration: Calibration,
 ) -> jax.Array:
     """(E + 1,) float32: the layer's time when the first k experts of `order_E` are read, k = 0 ... E."""
-    num_members = layer.table.num_members
-    rows_E, of_all_E, is_remote_E = rows_E[order_E], of_all_E[order_E], is_remote_E[order_E]
+    num_members, num_experts = layer.table.num_members, rows_E.shape[0]
+    is_remote_E, rows_E, of_all_E = _is_remote(rows_E, rank, layer)[order_E], rows_E[order_E], of_all_E[order_E]
     home_E = jnp.asarray(layer.table.home_E)[order_E]
+    home_ER = jax.nn.one_hot(home_E, num_members)
 
     def gemm_seconds(rows: jax.Array) -> jax.Array:
         return (rows + calibration.half_rows) * (rows > 0) * (layer.flops_per_row / calibration.flops)
 
     own_k = _first(gemm_seconds(rows_E))
-    visited_ER = gemm_seconds(of_all_E)[:, None] * jax.nn.one_hot(home_E, num_members)
+    visited_ER = gemm_seconds(of_all_E)[:, None] * home_ER
     compute_k = own_k + (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
-    read_k = _first(is_remote_E.astype(jnp.float32))
-    blocks_k = read_k * (layer.units.block_bytes / calibration.bytes_per_s)
-    gradients_k = read_k * (layer.units.gradient_bytes / calibration.bytes_per_s)
-    rows_sent_k = (rows_E * is_remote_E).sum() - _first(rows_E * is_remote_E)
-    exposed_k = rows_sent_k * (layer.row_bytes / calibration.row_bytes_per_s)
-    exposed_k += (rows_sent_k > 0) * (CROSSINGS * calibration.latency_s)
-    return jnp.maximum(compute_k / 3, blocks_k) + jnp.maximum(compute_k * 2 / 3, gradients_k) + exposed_k
+
+    num_k = jnp.arange(num_experts + 1)
+    is_read_kE = num_k[:, None] > jnp.arange(num_experts)[None]
+    fewest_k = jnp.concatenate([jnp.full(1, jnp.inf), rows_E.astype(jnp.float32)])  # that are read
+    rows_of_other_E = (of_all_E - rows_E) / max(num_members - 1, 1)
+    is_candidate_kE = (rows_of_other_E[None] >= fewest_k[:, None]) & (rows_of_other_E > 0)[None]
+    read_by_other_k = jnp.minimum(1.0, num_k / jnp.maximum(is_candidate_kE.sum(1), 1))
+    read_by_other_kE = is_candidate_kE * read_by_other_k[:, None]
+    others_E = num_members - 1 - (home_E != rank)  # members, but for the home and this one
+
+    read_kE = is_read_kE * is_remote_E[None]
+    sent_kR = (read_kE + read_by_other_kE * others_E[None]) @ home_ER
+    blocks_k = jnp.maximum(read_kE.sum(1), sent_kR.max(1))
+    rows_sent_kE = (~is_read_kE) * (rows_E * is_remote_E)[None]
+    visiting_kR = (rows_sent_kE + (1 - read_by_other_kE) * (rows_of_other_E * others_E)[None]) @ home_ER
+    rows_k = (rows_sent_kE.sum(1) + visiting_kR.max(1)) / 2  # of which each crosses CROSSINGS times
+
+    exposed_k = rows_k * (layer.row_bytes / calibration.row_bytes_per_s)
+    exposed_k += (rows_k > 0) * (CROSSINGS * calibration.latency_s)
+    forward_k = jnp.maximum(compute_k / 3, blocks_k * (layer.units.block_bytes / calibration.bytes_per_s))
+    backward_k = jnp.maximum(compute_k * 2 / 3, blocks_k * (layer.units.gradient_bytes / calibration.bytes_per_s))
+    return forward_k + backward_k + exposed_k
+
+
+def by_rows(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Array:
+    """(E,) the experts, most rows first, and of equal ones in the order of their homes from this member on."""
+    turn_E = (jnp.asarray(layer.table.home_E) - rank) % layer.table.num_members
+    return jnp.lexsort((turn_E, -rows_E))
 
 
 def _first(values_E: jax.Array) -> jax.Array:

@@ -26,21 +26,34 @@ def make(rows, members):
     return np.array(rows, np.int32), cost.Layer(ExpertTable(len(rows), members), UNITS, flops_per_row=1.0)
 
 
-def seconds(rows, load, read, rank, layer):
-    """Of a layer in which the experts of `read` are read, as the head of fef/fabric/cost.py has it."""
-    home, members = layer.table.home_E, layer.table.num_members
-    compute = np.zeros(members)
-    for expert, n in enumerate(rows):
-        if expert in read:
+def seconds(rows, load, order, k, rank, layer):
+    """Of a layer in which the first k experts of an order are read, as the head of fef/fabric/cost.py has it."""
+    home, members, read = layer.table.home_E, layer.table.num_members, set(order[:k])
+    of_all = [max(last, n) for last, n in zip(load, rows, strict=True)] if any(load) else [members * n for n in rows]
+    of_other = [(a - n) / max(members - 1, 1) for a, n in zip(of_all, rows, strict=True)]
+    candidates = [e for e in order if k and of_other[e] > 0 and of_other[e] >= rows[order[k - 1]]]
+    compute, blocks_sent, visiting = np.zeros(members), np.zeros(members), np.zeros(members)
+    blocks_read = rows_sent = 0
+    for e, n in enumerate(rows):
+        others = [m for m in range(members) if m not in (rank, home[e])]
+        is_mine = home[e] == rank
+        if e in read:
             compute += (n + RATES.half_rows) * (n > 0)
         else:
-            of_all = max(load[expert], n) if any(load) else members * n
-            compute[home[expert]] += (of_all + RATES.half_rows) * (of_all > 0)
-    remote = [expert for expert in range(len(rows)) if home[expert] != rank and rows[expert] > 0]
-    sent = sum(int(rows[expert]) for expert in remote if expert not in read)
-    wire = sum(100 for expert in remote if expert in read) / RATES.bytes_per_s  # blocks, and again gradients
+            compute[home[e]] += (of_all[e] + RATES.half_rows) * (of_all[e] > 0)
+        if e in read and not is_mine and n > 0:
+            blocks_read += 1
+            blocks_sent[home[e]] += 1
+        elif not is_mine:
+            rows_sent += n
+            visiting[home[e]] += n
+        chance = min(1, k / len(candidates)) if e in candidates else 0
+        blocks_sent[home[e]] += chance * len(others)
+        visiting[home[e]] += (1 - chance) * of_other[e] * len(others)
+    wire = max(blocks_read, blocks_sent.max()) * 100 / RATES.bytes_per_s  # blocks, and again gradients
+    crossing = (rows_sent + visiting.max()) / 2
     hidden = max(compute.max() / 3, wire) + max(compute.max() * 2 / 3, wire)
-    return hidden + sent * 40 / RATES.row_bytes_per_s + 4 * RATES.latency_s * (sent > 0)
+    return hidden + crossing * 40 / RATES.row_bytes_per_s + 4 * RATES.latency_s * (crossing > 0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -50,9 +63,10 @@ def test_the_choice_by_time_is_the_best_prefix(rows, members, rank, data):
     rows, layer = make(rows, members)
     rank %= members
     is_visited = np.asarray(cost.visit_by_time(rows, load, rank, layer, RATES))
-    order = sorted(range(len(rows)), key=lambda expert: (-rows[expert], expert))
+    home = layer.table.home_E
+    order = sorted(range(len(rows)), key=lambda expert: (-rows[expert], (home[expert] - rank) % members, expert))
     prefixes = [set(order[:k]) for k in range(len(rows) + 1)]
-    of_prefix = [seconds(rows, load, read, rank, layer) for read in prefixes]
+    of_prefix = [seconds(rows.tolist(), load.tolist(), order, k, rank, layer) for k in range(len(rows) + 1)]
     remote = {expert for expert in range(len(rows)) if layer.table.home_E[expert] != rank and rows[expert] > 0}
     chosen = set(np.flatnonzero(is_visited).tolist())
     assert chosen <= remote
@@ -110,9 +124,9 @@ def test_what_is_no_calibration_is_refused_with_its_name(text, said, tmp_path):
 
 
 def test_faster_links_move_more_weights():
-    rows, layer = make([9, 8, 1, 1], 2)
+    rows, layer = make([4, 3, 1, 1], 2)
     no_load = np.zeros(4, np.int32)
-    slow, fast = (dataclasses.replace(RATES, bytes_per_s=rate, row_bytes_per_s=rate) for rate in (1.0, 1e6))
+    slow, fast = (dataclasses.replace(RATES, bytes_per_s=r, row_bytes_per_s=r, half_rows=0.0) for r in (1.0, 1e6))
     assert np.asarray(cost.visit_by_time(rows, no_load, 0, layer, slow)).tolist() == [False, False, True, True]
     assert not np.asarray(cost.visit_by_time(rows, no_load, 0, layer, fast)).any()
 
@@ -124,3 +138,10 @@ def test_an_expert_that_others_use_much_is_read():
     few, many = (np.array(load, np.int32) for load in ([0, 0, 4, 1], [0, 0, 80, 1]))
     assert np.asarray(cost.visit_by_time(rows, few, 0, layer, rates)).tolist() == [False, False, True, True]
     assert np.asarray(cost.visit_by_time(rows, many, 0, layer, rates)).tolist() == [False, False, False, True]
+
+
+def test_members_with_equal_rows_read_from_different_homes():
+    """Else all would draw on one home, whose link is then the slowest."""
+    rows, layer = make([4, 4, 4, 4, 4, 4], 3)
+    orders = [np.asarray(cost.by_rows(rows, rank, layer)).tolist() for rank in range(3)]
+    assert orders == [[0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 0, 1], [4, 5, 0, 1, 2, 3]]
