@@ -186,18 +186,15 @@ def run_cell(
     Args:
       grid, cell: what.
       code: of `code_digest`.
-      folder: for this grid's temporary files, also its compiled programs: most cells share theirs with others.
+      folder: for temporary files.
       timeout_s: then it is ended.
 
     Raises:
       UserError: it failed or took too long; with the end of its output.
     """
     command, measured, said = grid.command(cell), folder / "rows.json", folder / "output.txt"
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }  # fmt: skip
     with said.open("w") as output, subprocess.Popen(
-        [sys.executable, *command, f"--json={measured}"], cwd=ROOT, env=environment, stdout=output, stderr=output
+        [sys.executable, *command, f"--json={measured}"], cwd=ROOT, stdout=output, stderr=output
     ) as process:  # fmt: skip
         try:
             status = process.wait(timeout_s)
