@@ -5,10 +5,10 @@ Hardware: CPU, one device per host; meant for a machine that does nothing else. 
 Time:     a quarter of an hour as it stands; the longest step takes 20 s.
 
 A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx too) and an SGD step of the experts,
-under assignments that are given (`fef.testing.workloads`). Expert matmuls take modelled device time and leave the CPU
-to the network; `--values` computes them too, else a stand-in shows whether every row has met its expert. Each of
-`--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a third of it
-forward. All dispatchers take turns, step by step.
+under assignments that are given (`--workloads`, of fef.testing.workloads). Expert matmuls take modelled device time and
+leave the CPU to the network; `--values` computes them too, else a stand-in shows whether every row has met its expert.
+Each of `--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a third
+of it forward. All dispatchers take turns, step by step, under one workload after the other.
 
 Utilisation is the modelled time of the mean rows by the time of the step. `floor` is the larger of that modelled time
 and of this dispatcher's bytes of the busiest member at the link's rate (`--nic`). `wait` is the time for which the
@@ -60,7 +60,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "cells", ["8192:1.85", "4096:1.9", "1024:0.475", "512:0.237"], "T:SECONDS of each", flag_values=values
     )
-    flags.DEFINE_enum("workload", "balanced", list(WORKLOADS), "which experts the tokens choose", flag_values=values)
+    flags.DEFINE_list("workloads", ["balanced"], "which experts the tokens choose", flag_values=values)
     flags.DEFINE_integer("members", 4, "R, devices over all hosts", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("layers", 2, "L", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("experts", 8, "E", lower_bound=1, flag_values=values)
@@ -78,6 +78,9 @@ def define(values: flags.FlagValues) -> None:
 def main(argv: list[str]) -> None:
     values = parse_flags(argv, define, doc=__doc__ or "")
     cells = [_cell(text) for text in values.cells]
+    for name in values.workloads:
+        if name not in WORKLOADS:
+            raise UserError(f"--workloads: {name!r}: there are {', '.join(WORKLOADS)}")
     jax.config.update("jax_platforms", "cpu")
     pool_config = PoolConfig(relay=values.relay)
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)
@@ -90,12 +93,16 @@ def main(argv: list[str]) -> None:
                 # Each has a pool of its own, which fetches ahead what this one has used.
                 pool = stack.enter_context(Pool(mesh, pool_config))
                 stacks.append(Stack(name, cell, values, mesh))
-            turns = [one for _ in range(WARM_UP_STEPS + values.steps) for one in stacks]
-            with tqdm.tqdm(turns, desc=f"T={cell[0]}", unit="step", disable=None if hosts.is_main() else True) as bar:
-                for one in bar:
-                    one.step()
-                    bar.set_postfix_str(f"{one.name} {one.times_s[-1] * 1e3:,.0f} ms")
-            rows += [_row(one, stacks[0], pool) for one in stacks]
+            for workload in values.workloads:
+                for one in stacks:
+                    one.begin(workload)
+                turns = [one for _ in range(WARM_UP_STEPS + values.steps) for one in stacks]
+                desc = f"T={cell[0]} {workload}"
+                with tqdm.tqdm(turns, desc=desc, unit="step", disable=None if hosts.is_main() else True) as bar:
+                    for one in bar:
+                        one.step()
+                        bar.set_postfix_str(f"{one.name} {one.times_s[-1] * 1e3:,.0f} ms")
+                rows += [_row(one, stacks[0], pool) for one in stacks]
     hosts.say(table(rows))
     if values.json and hosts.is_main():
         pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -131,17 +138,23 @@ class Stack:
 
         self.experts = jax.jit(init, out_shardings=named(mesh, EXPERTS))()
         self.x_TD = jax.jit(lambda: jax.random.normal(key, shape), out_shardings=named(mesh, sharding.TOKENS))()
-        of_members = workload(values.workload, values.members, self.tokens, values.experts, values.choices)
+        self.begin(values.workloads[0])
+        step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
+        with calibration.using(self.rates) if self.rates else contextlib.nullcontext():
+            self._step = step.lower(self.experts, self.x_TD, self.load_LE, self.assigned).compile()
+
+    def begin(self, name: str) -> None:
+        """The steps from now on are under this workload."""
+        values, self.workload = self.values, name
+        of_members = workload(name, values.members, self.tokens, values.experts, values.choices)
         self.num_choices = of_members.num_choices
         load_ME = np.asarray(of_members.metrics["load_E"])
         self.least_bytes = values.layers * self._least_bytes(load_ME)
-        self.load_LE = np.tile(load_ME.sum(0), (values.layers, 1))  # of the last step, as of this one
+        load_LE = np.tile(load_ME.sum(0), (values.layers, 1))  # of the last step, as of this one
+        self.load_LE = sharding.place(load_LE, named(self.mesh, REPLICATED))
         fields = ("token_N", "expert_N", "weight_N", "valid_N")
         arrays = {field: np.asarray(getattr(of_members, field)).reshape(-1) for field in fields}
-        self.assigned = sharding.place(arrays, named(mesh, sharding.TOKENS))
-        step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
-        with calibration.using(self.rates) if self.rates else contextlib.nullcontext():
-            self._step = step.lower(self.experts, self.x_TD, self.assigned).compile()
+        self.assigned = sharding.place(arrays, named(self.mesh, sharding.TOKENS))
         self.losses: list[float] = []
         self.times_s: list[float] = []
         self.moved_MLQP = self.waits_us_MLW = np.zeros(0)
@@ -156,15 +169,17 @@ class Stack:
     def step(self) -> None:
         """One step, of all members together."""
         begin = time.perf_counter()
-        self.experts, metrics = self._step(self.experts, self.x_TD, self.assigned)
+        self.experts, metrics = self._step(self.experts, self.x_TD, self.load_LE, self.assigned)
         jax.block_until_ready((self.experts, metrics))
         self.times_s.append(time.perf_counter() - begin)
         self.losses.append(float(metrics["loss"]))
         self.moved_MLQP, self.waits_us_MLW = (np.asarray(metrics[k]) for k in ("moved_MLQP", "waits_us_MLW"))
 
-    def _train(self, experts: list[Experts], x_TD: jax.Array, assigned: dict[str, jax.Array]) -> tuple:
+    def _train(
+        self, experts: list[Experts], x_TD: jax.Array, load_LE: jax.Array, assigned: dict[str, jax.Array]
+    ) -> tuple:
         run = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
-        (loss, (prepared, moved_MLQP)), (d_experts, d_x_TD) = run(experts, x_TD, assigned)
+        (loss, (prepared, moved_MLQP)), (d_experts, d_x_TD) = run(experts, x_TD, load_LE, assigned)
         grad_norm = optax.tree.norm((d_experts, d_x_TD))
         moved_MLQP, waits_us_MLW = self.dispatcher.finish(prepared, moved_MLQP, after=grad_norm, collected=True)
         experts = jax.tree.map(lambda w, d: w - LEARNING_RATE * d, experts, d_experts)
@@ -172,8 +187,10 @@ class Stack:
         seen = jax.lax.with_sharding_constraint({"moved_MLQP": moved_MLQP, "waits_us_MLW": waits_us_MLW}, replicate)
         return experts, dict(seen, loss=loss, grad_norm=grad_norm)
 
-    def _loss(self, experts: list[Experts], x_TD: jax.Array, assigned: dict[str, jax.Array]) -> tuple:
-        prepared = self.dispatcher.prepare(experts, jnp.asarray(self.load_LE))
+    def _loss(
+        self, experts: list[Experts], x_TD: jax.Array, load_LE: jax.Array, assigned: dict[str, jax.Array]
+    ) -> tuple:
+        prepared = self.dispatcher.prepare(experts, load_LE)
         moved = []
         for layer in range(self.values.layers):
             of_layer = prepared[layer] if isinstance(prepared, list) else prepared
@@ -236,14 +253,14 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
         "transport": pool.transport,
         "relay": pool.relay,
         "hosts": jax.process_count(),
-        "flags": {key: getattr(values, key) for key in _SETTING},
+        "flags": {key: getattr(values, key) for key in _SETTING} | {"workload": one.workload},
         "commit": provenance.commit(),
         "versions": provenance.versions(),
     }
 
 
 _SETTING = (
-    "workload", "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
+    "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
 )  # fmt: skip
 
 

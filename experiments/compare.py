@@ -4,9 +4,9 @@ Command:  python -m experiments.compare --config=configs/compare/envelope.py
 Hardware: as the grid's file says; the lab needs root, and a machine that does nothing else.
 
 A grid's file has get_grid(), which returns a dict of what is to be combined (see `Grid`). A cell is one run of
-`experiments.bench_stack` in which its dispatchers take turns on the same assignments; its rows go to the end of
---results as JSON lines, with the cell, the command and the digest of the sources. The same command goes on where an
-interrupted grid ended. A file holds rows of one state of the sources only.
+`experiments.bench_stack` in which its dispatchers take turns on the same assignments, one workload after the other; its
+rows go to the end of --results as JSON lines, with the cell, the command and the digest of the sources. The same
+command goes on where an interrupted grid ended. A file holds rows of one state of the sources only.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ class Grid:
     Attributes:
       networks: of experiments.launch's --lab, without the rate.
       nics: rate of a host's link, Mbit/s.
-      workloads: of fef.testing.workloads.
       tokens: T, of a member.
+      workloads: of fef.testing.workloads; all in each cell, for they share the compiled programs.
       dispatchers: as bench_stack takes them.
       us_per_token: modelled device time of a layer for a token with its K choices, microseconds.
       hosts: with one member each.
@@ -62,8 +62,8 @@ class Grid:
 
     networks: tuple[str, ...]
     nics: tuple[int, ...]
-    workloads: tuple[str, ...]
     tokens: tuple[int, ...]
+    workloads: tuple[str, ...]
     dispatchers: tuple[str, ...]
     us_per_token: float
     hosts: int = 4
@@ -74,7 +74,7 @@ class Grid:
     @property
     def cells(self) -> list[dict[str, Any]]:
         """One dict for each combination."""
-        axes = {"network": self.networks, "nic": self.nics, "workload": self.workloads, "tokens": self.tokens}
+        axes = {"network": self.networks, "nic": self.nics, "tokens": self.tokens}
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
     def command(self, cell: dict[str, Any]) -> list[str]:
@@ -83,8 +83,9 @@ class Grid:
         return [
             "-m", "experiments.launch", f"--hosts={self.hosts}", f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
             sys.executable, "-m", "experiments.bench_stack", f"--members={self.hosts}", f"--experts={self.experts}",
-            f"--choices={self.choices}", f"--workload={cell['workload']}", f"--cells={cell['tokens']}:{seconds:g}",
-            f"--nic={cell['nic']}", f"--steps={self.steps}", f"--dispatchers={','.join(self.dispatchers)}",
+            f"--choices={self.choices}", f"--cells={cell['tokens']}:{seconds:g}", f"--nic={cell['nic']}",
+            f"--steps={self.steps}", f"--workloads={','.join(self.workloads)}",
+            f"--dispatchers={','.join(self.dispatchers)}",
         ]  # fmt: skip
 
 
@@ -99,6 +100,7 @@ def main(argv: list[str]) -> None:
     if not values.config:
         raise UserError("--config is missing: name a grid, such as configs/compare/envelope.py")
     grid = load_grid(values.config)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of all that is to be ended
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
     code = code_digest()
     rows = read_rows(results, code)
@@ -218,8 +220,8 @@ def run_cell(
 def _shared(grid: Grid) -> dict[str, Any]:
     """What tells a cell from one of another grid."""
     return {field: getattr(grid, field) for field in ("us_per_token", "hosts", "experts", "choices", "steps")} | {
-        "dispatchers": list(grid.dispatchers)
-    }
+        "dispatchers": list(grid.dispatchers), "workloads": list(grid.workloads)
+    }  # fmt: skip
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -239,7 +241,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line for each cell, with the step time of each dispatcher and how `fluid` stands among them."""
     cells: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        cells.setdefault(json.dumps(row["cell"], sort_keys=True), []).append(row)
+        cells.setdefault(json.dumps([row["cell"], row["flags"]["workload"]], sort_keys=True), []).append(row)
     names = list(dict.fromkeys(row["dispatcher"] for row in rows if not row["dispatcher"].startswith(BY_BYTES)))
     first = rows[0]
     heads = ["network", "Mbit/s", "routing", "T", "floor", *(f"`{name}`" for name in names), "ratio", "spread", "least"]
@@ -270,7 +272,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _line(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     of_name = {row["dispatcher"]: row for row in rows}
     cell, ratio = rows[0]["cell"], _ratio(rows)
-    line = [cell["network"], f"{cell['nic']:,}", cell["workload"], f"{cell['tokens']:,}"]
+    line = [cell["network"], f"{cell['nic']:,}", rows[0]["flags"]["workload"], f"{cell['tokens']:,}"]
     line.append(f"{min(row['floor_ms'] for row in rows):,.0f}")
     best = min(of_name[name]["step_ms"] for name in names if name in of_name)
     for name in names:

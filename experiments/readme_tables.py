@@ -5,6 +5,7 @@ Command:  python -m experiments.readme_tables
 A part stands between `<!-- KIND: NAME -->` and `<!-- end -->`:
 
     table    a table of results/NAME.json, which `python -m experiments.NAME --json=results/NAME.json` writes
+    grid     a table of results/NAME.jsonl, which experiments.compare writes, with configs/compare/NAME.py
     output   what a program printed, kept in results/NAME.txt
     lines    the files of READING_ORDER with their number of lines and the first sentence of their docstring
 """
@@ -15,12 +16,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack
+from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack, compare
 from experiments.flags import ROOT, parse_flags, run
 from fef.config import UserError
 
 README, RESULTS = ROOT / "README.md", ROOT / "results"
-PART = re.compile(r"(?P<begin><!-- (?P<kind>table|output|lines): (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.S)
+KINDS = "table|grid|output|lines"
+PART = re.compile(rf"(?P<begin><!-- (?P<kind>{KINDS}): (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.S)
 READING_ORDER = (
     "experiments/train.py",
     "fef/config.py",
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> None:
     README.write_text(rewrite(README.read_text()))
 
 
-def rewrite(text: str, kinds: tuple[str, ...] = ("table", "output", "lines")) -> str:
+def rewrite(text: str, kinds: tuple[str, ...] = ("table", "grid", "output", "lines")) -> str:
     """The text with its parts of these kinds made anew.
 
     Raises:
@@ -75,6 +77,13 @@ def _table(name: str) -> str:
     if not path.exists():
         raise UserError(f"{path}: no such file; make it with python -m experiments.{name} --json=results/{name}.json")
     return tables[name](json.loads(path.read_text()))
+
+
+def _grid(name: str) -> str:
+    path = RESULTS / f"{name}.jsonl"
+    if not path.exists():
+        raise UserError(f"{path}: no such file; python -m experiments.compare --config=configs/compare/{name}.py")
+    return compare.table([json.loads(line) for line in path.read_text().splitlines()])
 
 
 def _ffn_table(rows: list[dict[str, Any]]) -> str:
@@ -114,7 +123,7 @@ def _lines(_: str) -> str:
     return "\n".join(lines)
 
 
-_RENDER: dict[str, Callable[[str], str]] = {"table": _table, "output": _output, "lines": _lines}
+_RENDER: dict[str, Callable[[str], str]] = {"table": _table, "grid": _grid, "output": _output, "lines": _lines}
 
 
 if __name__ == "__main__":

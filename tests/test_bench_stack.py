@@ -11,7 +11,7 @@ import pytest
 from experiments import bench_stack
 
 ROOT = pathlib.Path(__file__).parent.parent
-SHAPE = ["--members=2", "--experts=4", "--d_model=16", "--d_expert=8", "--steps=1", "--workload=balanced"]
+SHAPE = ["--members=2", "--experts=4", "--d_model=16", "--d_expert=8", "--steps=1", "--workloads=balanced"]
 BLOCK_BYTES, ROW_BYTES = 3 * 16 * 8 * 4, 16 * 4
 
 
@@ -50,6 +50,7 @@ def test_rows_and_their_table(tmp_path):
     ("word", "message"),
     [
         ("--cells=32", "--cells: '32': write T:SECONDS"),
+        ("--workloads=balance", "--workloads: 'balance': there are balanced, hot_experts"),
         ("--cells=32:nan", "--cells: '32:nan': write T:SECONDS"),
         ("--dispatchers=reference", "the reference dispatcher models no device time"),
         ("--dispatchers=all_to_al", "config.moe.dispatcher='all_to_al'"),

@@ -38,6 +38,7 @@
 
 namespace fef {
 
+constexpr int64_t kSumChunk = 16384;  // floats per summing task: fits the L1/L2 caches of source and destination
 constexpr int kMaxMembers = 64;  // sets of ranks, and of hosts, are the bits of a uint64_t
 
 struct TableShape {

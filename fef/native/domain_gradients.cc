@@ -7,12 +7,6 @@
 
 namespace fef {
 
-namespace {
-
-constexpr int64_t kSumChunk = 16384;  // floats per summing task: fits the L1/L2 caches of source and destination
-
-}  // namespace
-
 std::optional<Status> Domain::StageAdmitted(const Version& version, int rank, int64_t run, int layer, int* stage) {
   VersionState* state;
   if (Status status = FindVersion(version, "accumulate", &state); !status.ok()) return status;

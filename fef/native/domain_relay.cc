@@ -13,12 +13,6 @@
 
 namespace fef {
 
-namespace {
-
-constexpr int64_t kSumChunk = 16384;  // floats per summing task, as in domain_gradients.cc
-
-}  // namespace
-
 // Who relays what, and in which order a home adds up: the hosts of its own leaf, in their order, then the other leaves,
 // in that of their first hosts. Of each of those one host sends.
 void Domain::FindLeaf() {

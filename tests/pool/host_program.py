@@ -30,6 +30,7 @@ import fef
 from experiments.flags import run
 from fef import hosts
 from fef.config import PoolConfig
+from fef.ops.fluid_ffn import Settings, fluid_ffn
 from fef.ops.prefetch import prefetch
 from fef.ops.read_ledger import read_ledger
 from fef.ops.release import release
@@ -104,6 +105,29 @@ def read_what_was_not_fetched_ahead(mesh, pool):
     sys.stdin.readline()
     jax.block_until_ready(get(published))
     say("read")
+
+
+def send_rows(mesh, pool):
+    """Two rows to each other member's expert, without any collective, when it is told to."""
+    members, width = mesh.size, 16
+    shapes, rows = ((width, 1), (width, 1), (1, width)), 2 * (members - 1)
+    handle = pool.table("experts", 1, ExpertTable(members, members), shapes, jnp.float32)
+
+    def send(version_M4, chain_M):
+        is_sent_E = jnp.arange(members) != jax.lax.axis_index("expert")
+        operands = jnp.ones((rows, width)), jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows)
+        counts = 2 * is_sent_E.astype(jnp.int32), is_sent_E.astype(jnp.int32)
+        return fluid_ffn(version_M4[0], chain_M[0], jnp.int32(0), *operands, *counts, Settings(d_expert=1, room=rows))
+
+    arrays = tuple(np.ones((1, members, *shape), np.float32) for shape in shapes)
+    published = jax.jit(lambda: programs.publish_all(mesh, handle, arrays, num_parts=3))()
+    send = jax.jit(island(mesh, send, (TOKENS, TOKENS), TOKENS)).lower(*published).compile()
+    jax.block_until_ready(published)
+    hosts.barrier("have published")
+    say("published")
+    sys.stdin.readline()
+    jax.block_until_ready(send(*published))
+    say("sent")
 
 
 def read_over_a_broken_link(mesh, pool):

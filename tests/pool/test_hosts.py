@@ -150,6 +150,44 @@ def test_a_read_from_a_host_that_is_silent_ends_at_the_deadline(start, transport
     assert re.search(rf"PoolTimeoutError: {BLOCK}host 1 \(rank 1\) has not sent its 20000 bytes within 3 s", err), err
 
 
+ROWS = r"tokens: table experts, version \(\d+,1\), layer 0: "
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mmap"])
+def test_rows_for_a_dead_host_end_with_its_name(start, transport):
+    sender, home = start("send_rows", transport)
+    for host in (sender, home):
+        host.wait_for("published")
+    home.process.kill()
+    home.process.wait()
+    tell(sender)
+    status, err = sender.end()
+    assert status == 75, err
+    assert re.search(ROWS + r"host 1 \(rank 1\) is gone: its connection (was closed|broke)", err), err
+
+
+def test_rows_for_a_silent_host_end_at_the_deadline(start):
+    sender, home = start("send_rows", "tcp", deadline_s=3.0)
+    for host in (sender, home):
+        host.wait_for("published")
+    stop(home)
+    tell(sender)
+    status, err = sender.end()
+    assert status == 1, err
+    assert re.search(rf"PoolTimeoutError: {ROWS}rank 1 has not sent its rows within 3 s", err), err
+
+
+def test_rows_are_waited_for(start):
+    sender, home = start("send_rows", "tcp")
+    for host in (sender, home):
+        host.wait_for("published")
+    tell(sender)
+    tell(home)
+    for host in (sender, home):
+        host.wait_for("sent")
+        assert host.end()[0] == 0
+
+
 def test_a_host_that_dies_while_another_is_in_a_collective(start):
     waiting, victim = start("wait_in_a_collective", "tcp")
     for host in (waiting, victim):
