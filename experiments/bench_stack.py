@@ -7,8 +7,8 @@ Time:     a quarter of an hour as it stands; the longest step takes 20 s.
 A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx too) and an SGD step of the experts,
 under assignments that are given (`--workloads`, of fef.testing.workloads). Expert matmuls take modelled device time and
 leave the CPU to the network; `--values` computes them too, else a stand-in shows whether every row has met its expert.
-Each of `--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a third
-of it forward. All dispatchers take turns, step by step, under one workload after the other.
+Each of `--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a
+third of it forward. All dispatchers take turns, step by step, under one workload after the other.
 
 Utilisation is the modelled time of the mean rows by the time of the step. `floor` is the larger of that modelled time
 and of this dispatcher's bytes of the busiest member at the link's rate (`--nic`). `wait` is the time for which the

@@ -211,6 +211,7 @@ def run_cell(
         raise UserError(f"the cell {cell} {why}; its last lines are above, what was measured before is kept")
     shared = {
         "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(["python", *command]),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
     }  # fmt: skip
