@@ -40,7 +40,6 @@ SOURCES = (
     "experiments/l*.py",
     "scripts/*.sh",
 )
-SHOWN_LINES = 15  # of the output of a cell that failed
 GRACE_S = 10.0
 
 
@@ -112,7 +111,7 @@ def main(argv: list[str]) -> None:
     ):
         for cell in missing:
             bar.set_postfix_str(", ".join(f"{key}={value}" for key, value in cell.items()))
-            new = run_cell(grid, cell, code, pathlib.Path(folder), values.cell_timeout_s)
+            new = run_cell(grid, cell, code, pathlib.Path(folder), results.with_suffix(".log"), values.cell_timeout_s)
             append(results, new)
             rows += new
             bar.update()
@@ -173,7 +172,6 @@ def read_rows(path: pathlib.Path, code: str) -> list[dict[str, Any]]:
 
 def append(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """The rows of a cell, all at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
         file.flush()
@@ -181,7 +179,7 @@ def append(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 
 def run_cell(
-    grid: Grid, cell: dict[str, Any], code: str, folder: pathlib.Path, timeout_s: float
+    grid: Grid, cell: dict[str, Any], code: str, folder: pathlib.Path, said: pathlib.Path, timeout_s: float
 ) -> list[dict[str, Any]]:
     """Measures a cell.
 
@@ -189,12 +187,14 @@ def run_cell(
       grid, cell: what.
       code: of `code_digest`.
       folder: for temporary files.
+      said: the file for its output, which stays if it fails.
       timeout_s: then it is ended.
 
     Raises:
-      UserError: it failed or took too long; with the end of its output.
+      UserError: it failed or took too long; names the file of its output.
     """
-    command, measured, said = grid.command(cell), folder / "rows.json", folder / "output.txt"
+    command, measured = grid.command(cell), folder / "rows.json"
+    said.parent.mkdir(parents=True, exist_ok=True)
     with said.open("w") as output, subprocess.Popen(
         [sys.executable, *command, f"--json={measured}"], cwd=ROOT, stdout=output, stderr=output
     ) as process:  # fmt: skip
@@ -206,9 +206,8 @@ def run_cell(
         finally:
             _end(process)
     if status:
-        lines = said.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-        print("\n".join(lines), file=sys.stderr)
-        raise UserError(f"the cell {cell} {why}; its last lines are above, what was measured before is kept")
+        raise UserError(f"the cell {cell} {why}; its output is {said}, what was measured before is kept")
+    said.unlink()
     shared = {
         "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(["python", *command]),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

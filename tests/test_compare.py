@@ -56,7 +56,7 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
     assert run().returncode == 0 and results.read_text() == both  # nothing is left to do
 
     done = run(tokens=(32, 64, 128), dispatchers=("all_to_al",))
-    assert done.returncode == 2 and "config.moe.dispatcher='all_to_al'" in done.stderr
+    assert done.returncode == 2 and "config.moe.dispatcher='all_to_al'" in (tmp_path / "rows.log").read_text()
     assert done.stderr.splitlines()[-1].startswith("error: the cell {'network': 'leaves=1'")
     assert results.read_text() == both
 
