@@ -94,28 +94,28 @@ def test_two_leaves_of_two_hosts(train):
         )  # fmt: skip
 
 
-def test_uneven_leaves_with_small_caches_token_rows_and_groups(train):
+CASES = {
+    "small_cache": {"pool.cache_bytes": 3 * BLOCK_BYTES},
+    "fluid": {"moe.dispatcher": "fluid", "dispatch.fluid.cost": "bytes"},
+    "groups": {"mesh.data": 2},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_uneven_leaves(train, name):
     """Leaves of two hosts, one and one; a cache of three blocks; fluid; two data-parallel groups, one within a leaf."""
-    cases = {
-        "small_cache": {"pool.cache_bytes": 3 * BLOCK_BYTES},
-        "fluid": {"moe.dispatcher": "fluid", "dispatch.fluid.cost": "bytes"},
-        "groups": {"mesh.data": 2},
-    }
-    runs = {f"{name}_{way}": case | relay for name, case in cases.items() for way, relay in (("off", OFF), ("on", ON))}
-    results = dict(zip(runs, train(["--hosts=4", "--leaves=3"], **runs), strict=True))
-    for name in cases:
-        (off, _), (on, summary) = results[f"{name}_off"], results[f"{name}_on"]
-        assert summary["relay"]
-        assert_same_losses(on, off, rtol=1e-6)
-        for row in on:
-            assert_adds_up(row, [0, 0, 1, 2], groups=2 if name == "groups" else 1)
-            assert (row["bytes_by_purpose"]["tokens"] > 0) == (name == "fluid")
-        crossing, crossing_off = (sum(row["bytes_crossing"] for row in rows) for rows in (on, off))
-        between_neighbours = sum(row["bytes_by_purpose"][p] for row in on for p in ("relayed", "gathered"))
-        if name == "groups":  # in neither of them has a host both a neighbour and somebody on another leaf
-            assert crossing == crossing_off > 0 and between_neighbours == 0
-        else:
-            assert crossing < crossing_off and between_neighbours > 0
+    (off, _), (on, summary) = train(["--hosts=4", "--leaves=3"], off=CASES[name] | OFF, on=CASES[name] | ON)
+    assert summary["relay"]
+    assert_same_losses(on, off, rtol=1e-6)
+    for row in on:
+        assert_adds_up(row, [0, 0, 1, 2], groups=2 if name == "groups" else 1)
+        assert (row["bytes_by_purpose"]["tokens"] > 0) == (name == "fluid")
+    crossing, crossing_off = (sum(row["bytes_crossing"] for row in rows) for rows in (on, off))
+    between_neighbours = sum(row["bytes_by_purpose"][p] for row in on for p in ("relayed", "gathered"))
+    if name == "groups":  # in neither of them has a host both a neighbour and somebody on another leaf
+        assert crossing == crossing_off > 0 and between_neighbours == 0
+    else:
+        assert crossing < crossing_off and between_neighbours > 0
 
 
 @needs_lab
