@@ -99,7 +99,7 @@ def start_runs(launch, tmp_path):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, out + err
     return out
 

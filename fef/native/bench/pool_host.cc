@@ -65,7 +65,7 @@ class Side {
       shape.members = 2;
       shape.home = shape.local = {0};
       shape.block_elems = sizes[table] / 4;
-      const fef::Neighbourhood here{&fabric_, &worker_, int(table), 0, {0, 1}, {}};
+      const fef::Neighbourhood here{&fabric_, &worker_, int(table), 0, {0, 1}, {}, {}};
       domains_.push_back(std::make_unique<fef::Domain>(shape, kIncarnation, kDeadlineS, std::nullopt, here));
     }
   }
