@@ -5,10 +5,12 @@
 
 #include <unistd.h>
 
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -125,6 +127,77 @@ struct Job {
 };
 
 inline Version At(int counter, int microbatch = 0) { return {7, counter, microbatch}; }
+
+// What the members of one host send for an expert, in rank order; empty when none does.
+inline std::vector<float> HostSum(const Job& job, const fef::TableShape& shape, int counter, int layer, int expert,
+                                  int host) {
+  std::vector<float> sum;
+  for (int rank = 0; rank < shape.members; ++rank) {
+    if (job.host_of_rank[rank] != host || !Sends(counter, layer, expert, rank)) continue;
+    const bool is_first = sum.empty();
+    sum.resize(shape.block_elems);
+    for (int64_t i = 0; i < shape.block_elems; ++i) {
+      const float g = Gradient(counter, layer, expert, rank, i);
+      sum[i] = is_first ? g : sum[i] + g;
+    }
+  }
+  return sum;
+}
+
+inline void Add(std::vector<float>* total, const std::vector<float>& part) {
+  if (total->empty()) *total = part;
+  else
+    for (size_t i = 0; i < part.size(); ++i) (*total)[i] += part[i];
+}
+
+// One training step of a member, which reads every block, checks it, and checks the sums of its own experts' gradients
+// against wanted_sum(layer, expert), empty where nobody sends any. Returns what its ledger counts.
+inline std::vector<int32_t> TrainingStep(Job& job, int rank, int counter, int num_microbatches, std::mt19937& random,
+                                         const std::function<std::vector<float>(int, int)>& wanted_sum) {
+  Domain& domain = job.of(rank);
+  const fef::TableShape& shape = domain.shape();
+  MaybePause(random);
+  const int64_t run = counter * 100 + job.host_of_rank[rank];  // a number of the host's own
+  CheckOk(Publish(domain, At(counter), rank, run), "Publish");
+  for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
+    const Version version = At(counter, microbatch);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+      domain.Approach(version, layer, /*is_backward=*/false);
+      std::vector<int> pending(shape.experts);
+      std::iota(pending.begin(), pending.end(), 0);
+      while (!pending.empty()) {
+        std::vector<fef::Loan> loans;
+        CheckOk(Wait(domain, [&] { return domain.Read(version, rank, layer, pending, false, &loans); }), "Read");
+        for (const fef::Loan& loan : loans) {
+          const float wanted = BlockValue(counter, layer, shape.local[loan.expert], shape.home[loan.expert]);
+          Check(HoldsOnly(loan.lease, shape.block_elems, wanted), "a block has its publisher's contents");
+          pending.erase(std::find(pending.begin(), pending.end(), loan.expert));
+        }
+      }
+    }
+    for (int layer = shape.layers - 1; layer >= 0; --layer) {
+      MaybePause(random);
+      SendGradients(domain, version, rank, run, layer);
+    }
+  }
+  CheckOk(domain.CloseVersion(At(counter), rank), "CloseVersion");
+  CheckOk(Wait(domain, [&] { return domain.AllClosed(At(counter)); }), "AllClosed");
+  Threads executor;
+  const auto check_sum = [&](int layer, int local, const float* sum) {
+    const int expert = local * shape.members + rank;
+    std::vector<float> wanted;
+    if (expert < shape.experts) wanted = wanted_sum(layer, expert);
+    const bool is_right = sum == nullptr ? wanted.empty()
+                                         : std::memcmp(sum, wanted.data(), wanted.size() * sizeof(float)) == 0;
+    Check(is_right, "sums are in order, bit for bit: version " + std::to_string(counter) + ", layer " +
+                        std::to_string(layer) + ", expert " + std::to_string(expert));
+  };
+  CheckOk(domain.Collect(At(counter), rank, check_sum, executor), "Collect");
+  std::vector<int32_t> counts(size_t(shape.layers) * fef::kNumPurposes * shape.experts);
+  std::vector<float> waits_us(size_t(shape.layers) * fef::kNumWaitKinds);
+  CheckOk(domain.ReadLedger(At(counter), rank, counts.data(), waits_us.data()), "ReadLedger");
+  return counts;
+}
 
 }  // namespace fef_test
 

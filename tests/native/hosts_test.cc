@@ -21,19 +21,7 @@ std::vector<float> WantedSum(const Job& job, const fef::TableShape& shape, int c
   std::vector<float> total;
   for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
     for (int host = 0; host < int(job.hosts.size()); ++host) {
-      std::vector<float> part;
-      for (int rank = 0; rank < shape.members; ++rank) {
-        if (job.host_of_rank[rank] != host || !Sends(counter, layer, expert, rank)) continue;
-        const bool is_first = part.empty();
-        part.resize(shape.block_elems);
-        for (int64_t i = 0; i < shape.block_elems; ++i) {
-          const float g = Gradient(counter, layer, expert, rank, i);
-          part[i] = is_first ? g : part[i] + g;
-        }
-      }
-      if (total.empty()) total = part;
-      else
-        for (size_t i = 0; i < part.size(); ++i) total[i] += part[i];
+      Add(&total, HostSum(job, shape, counter, layer, expert, host));
     }
   }
   return total;
@@ -49,54 +37,13 @@ void TestTrainingSteps(int num_hosts, int members, int experts, int64_t block_el
   Barrier barrier(members);
   std::atomic<int> num_refetched{0};
   InParallel(members, [&](int rank) {
-    Domain& domain = job.of(rank);
     std::mt19937 random(rank);
     for (int counter = 1; counter <= steps; ++counter) {
       barrier.Wait();  // the collective that agrees on the version
-      MaybePause(random);
-      const int64_t run = counter * 100 + job.host_of_rank[rank];  // a number of the host's own
-      CheckOk(Publish(domain, At(counter), rank, run), "Publish");
-      std::vector<int> all(experts);
-      for (int expert = 0; expert < experts; ++expert) all[expert] = expert;
-      for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
-        const Version version = At(counter, microbatch);
-        for (int layer = 0; layer < layers; ++layer) {
-          domain.Approach(version, layer, /*is_backward=*/false);
-          for (std::vector<int> pending = all; !pending.empty();) {
-            std::vector<fef::Loan> loans;
-            CheckOk(Wait(domain, [&] { return domain.Read(version, rank, layer, pending, false, &loans); }), "Read");
-            for (const fef::Loan& loan : loans) {
-              const float wanted = BlockValue(counter, layer, loan.expert / members, loan.expert % members);
-              Check(HoldsOnly(loan.lease, block_elems, wanted), "a block has its publisher's contents");
-              pending.erase(std::find(pending.begin(), pending.end(), loan.expert));
-            }
-          }
-        }
-        for (int layer = layers - 1; layer >= 0; --layer) {
-          MaybePause(random);
-          SendGradients(domain, version, rank, run, layer);
-        }
-      }
-      CheckOk(domain.CloseVersion(At(counter), rank), "CloseVersion");
-      CheckOk(Wait(domain, [&] { return domain.AllClosed(At(counter)); }), "AllClosed");
-      Threads executor;
-      CheckOk(domain.Collect(
-                  At(counter), rank,
-                  [&](int layer, int local, const float* sum) {
-                    const int expert = local * members + rank;
-                    std::vector<float> wanted;
-                    if (expert < experts) wanted = WantedSum(job, shape, counter, layer, expert, num_microbatches);
-                    const bool is_right = sum == nullptr
-                                              ? wanted.empty()
-                                              : std::memcmp(sum, wanted.data(), wanted.size() * sizeof(float)) == 0;
-                    Check(is_right, "sums are in order, bit for bit: version " + std::to_string(counter) +
-                                        ", layer " + std::to_string(layer) + ", expert " + std::to_string(expert));
-                  },
-                  executor),
-              "Collect");
-      std::vector<int32_t> counts(size_t(layers) * fef::kNumPurposes * experts);
-      std::vector<float> waits_us(size_t(layers) * fef::kNumWaitKinds);
-      CheckOk(domain.ReadLedger(At(counter), rank, counts.data(), waits_us.data()), "ReadLedger");
+      const auto wanted_sum = [&](int layer, int expert) {
+        return WantedSum(job, shape, counter, layer, expert, num_microbatches);
+      };
+      const std::vector<int32_t> counts = TrainingStep(job, rank, counter, num_microbatches, random, wanted_sum);
       for (int i = 0; i < layers * experts; ++i) {
         if (job.host_of_rank[i % experts % members] == job.host_of_rank[rank]) continue;
         num_refetched += counts[(i / experts * fef::kNumPurposes + fef::kRefetch) * experts + i % experts];

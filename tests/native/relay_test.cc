@@ -14,27 +14,6 @@ using namespace fef_test;
 
 using Leaves = std::vector<int>;
 
-// What the members of one host send for an expert, in rank order; empty when none does.
-std::vector<float> HostSum(const Job& job, const fef::TableShape& shape, int counter, int layer, int expert, int host) {
-  std::vector<float> sum;
-  for (int rank = 0; rank < shape.members; ++rank) {
-    if (job.host_of_rank[rank] != host || !Sends(counter, layer, expert, rank)) continue;
-    const bool is_first = sum.empty();
-    sum.resize(shape.block_elems);
-    for (int64_t i = 0; i < shape.block_elems; ++i) {
-      const float g = Gradient(counter, layer, expert, rank, i);
-      sum[i] = is_first ? g : sum[i] + g;
-    }
-  }
-  return sum;
-}
-
-void Add(std::vector<float>* total, const std::vector<float>& part) {
-  if (total->empty()) *total = part;
-  else
-    for (size_t i = 0; i < part.size(); ++i) (*total)[i] += part[i];
-}
-
 // The hosts of the home's leaf, in their order, then the sums of the other leaves, in the order of their first hosts;
 // and so again for each further microbatch.
 std::vector<float> WantedSum(const Job& job, const Leaves& leaves, const fef::TableShape& shape, int counter, int layer,
@@ -127,50 +106,13 @@ void TestTrainingSteps(const Leaves& leaves, int members, int experts, int64_t b
   Barrier barrier(members);
   std::vector<std::vector<int32_t>> counts_of_rank(members);
   InParallel(members, [&](int rank) {
-    Domain& domain = job.of(rank);
     std::mt19937 random(rank);
     for (int counter = 1; counter <= steps; ++counter) {
       barrier.Wait();
-      MaybePause(random);
-      const int64_t run = counter * 100 + job.host_of_rank[rank];
-      CheckOk(Publish(domain, At(counter), rank, run), "Publish");
-      for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
-        const Version version = At(counter, microbatch);
-        for (int layer = 0; layer < layers; ++layer) {
-          domain.Approach(version, layer, /*is_backward=*/false);
-          std::vector<int> pending(experts);
-          for (int expert = 0; expert < experts; ++expert) pending[expert] = expert;
-          while (!pending.empty()) {
-            std::vector<fef::Loan> loans;
-            CheckOk(Wait(domain, [&] { return domain.Read(version, rank, layer, pending, false, &loans); }), "Read");
-            for (const fef::Loan& loan : loans) {
-              const float wanted = BlockValue(counter, layer, loan.expert / members, loan.expert % members);
-              Check(HoldsOnly(loan.lease, block_elems, wanted), "a block has its publisher's contents");
-              pending.erase(std::find(pending.begin(), pending.end(), loan.expert));
-            }
-          }
-        }
-        for (int layer = layers - 1; layer >= 0; --layer) {
-          MaybePause(random);
-          SendGradients(domain, version, rank, run, layer);
-        }
-      }
-      CheckOk(domain.CloseVersion(At(counter), rank), "CloseVersion");
-      CheckOk(Wait(domain, [&] { return domain.AllClosed(At(counter)); }), "AllClosed");
-      Threads executor;
-      const auto check_sum = [&](int layer, int local, const float* sum) {
-        const int expert = local * members + rank;
-        std::vector<float> wanted;
-        if (expert < experts) wanted = WantedSum(job, leaves, shape, counter, layer, expert, num_microbatches);
-        const bool is_right = sum == nullptr ? wanted.empty()
-                                             : std::memcmp(sum, wanted.data(), wanted.size() * sizeof(float)) == 0;
-        Check(is_right, "sums are in order, bit for bit: version " + std::to_string(counter) + ", layer " +
-                            std::to_string(layer) + ", expert " + std::to_string(expert));
+      const auto wanted_sum = [&](int layer, int expert) {
+        return WantedSum(job, leaves, shape, counter, layer, expert, num_microbatches);
       };
-      CheckOk(domain.Collect(At(counter), rank, check_sum, executor), "Collect");
-      counts_of_rank[rank].resize(size_t(layers) * fef::kNumPurposes * experts);
-      std::vector<float> waits_us(size_t(layers) * fef::kNumWaitKinds);
-      CheckOk(domain.ReadLedger(At(counter), rank, counts_of_rank[rank].data(), waits_us.data()), "ReadLedger");
+      counts_of_rank[rank] = TrainingStep(job, rank, counter, num_microbatches, random, wanted_sum);
       barrier.Wait();
       if (rank == 0) {
         CheckMoved(job, leaves, shape, counter, num_microbatches, cache_bytes == INT64_MAX, counts_of_rank);

@@ -122,68 +122,54 @@ def tell(host):
 
 
 BLOCK = r"get: table blocks, version \(\d+,3\), layer 1, expert 1: "
+ROWS = r"tokens: table experts, version \(\d+,1\), layer 0: "
+GONE = r"host 1 \(rank 1\) is gone: its connection (was closed|broke)"
+READ, SEND = "read_what_was_not_fetched_ahead", "send_rows"
+
+
+def start_and_wait_until_published(start, scenario, transport, **options):
+    hosts = start(scenario, transport, **options)
+    for host in hosts:
+        host.wait_for("published")
+    return hosts
 
 
 @pytest.mark.parametrize("transport", ["tcp", "mmap", RMA])
-def test_a_read_from_a_dead_home_names_what_was_read(start, transport):
-    reader, home = start("read_what_was_not_fetched_ahead", transport)
-    for host in (reader, home):
-        host.wait_for("published")
+@pytest.mark.parametrize(
+    ("scenario", "said"), [(READ, BLOCK + GONE + "; its 20000 bytes are missing"), (SEND, ROWS + GONE)]
+)
+def test_waiting_for_a_dead_host_ends_with_what_was_awaited(start, scenario, transport, said):
+    waiting, home = start_and_wait_until_published(start, scenario, transport)
     home.process.kill()
     home.process.wait()
-    tell(reader)
-    status, err = reader.end()
+    tell(waiting)
+    status, err = waiting.end()
     assert status == 75, err
-    gone = r"host 1 \(rank 1\) is gone: its connection (was closed|broke); its 20000 bytes are missing"
-    assert re.search(BLOCK + gone, err), err
+    assert re.search(said, err), err
 
 
 @pytest.mark.parametrize("transport", ["tcp", RMA_EMULATED])
-def test_a_read_from_a_host_that_is_silent_ends_at_the_deadline(start, transport):
-    reader, home = start("read_what_was_not_fetched_ahead", transport, deadline_s=3.0)
-    for host in (reader, home):
-        host.wait_for("published")
+@pytest.mark.parametrize(
+    ("scenario", "said"),
+    [
+        (READ, rf"{BLOCK}host 1 \(rank 1\) has not sent its 20000 bytes"),
+        (SEND, rf"{ROWS}rank 1 has not sent its rows"),
+    ],
+)
+def test_waiting_for_a_silent_host_ends_at_the_deadline(start, scenario, transport, said):
+    waiting, home = start_and_wait_until_published(start, scenario, transport, deadline_s=3.0)
     stop(home)
-    tell(reader)
-    status, err = reader.end()
+    tell(waiting)
+    status, err = waiting.end()
     assert status == 1, err
-    assert re.search(rf"PoolTimeoutError: {BLOCK}host 1 \(rank 1\) has not sent its 20000 bytes within 3 s", err), err
-
-
-ROWS = r"tokens: table experts, version \(\d+,1\), layer 0: "
-
-
-@pytest.mark.parametrize("transport", ["tcp", "mmap"])
-def test_rows_for_a_dead_host_end_with_its_name(start, transport):
-    sender, home = start("send_rows", transport)
-    for host in (sender, home):
-        host.wait_for("published")
-    home.process.kill()
-    home.process.wait()
-    tell(sender)
-    status, err = sender.end()
-    assert status == 75, err
-    assert re.search(ROWS + r"host 1 \(rank 1\) is gone: its connection (was closed|broke)", err), err
-
-
-def test_rows_for_a_silent_host_end_at_the_deadline(start):
-    sender, home = start("send_rows", "tcp", deadline_s=3.0)
-    for host in (sender, home):
-        host.wait_for("published")
-    stop(home)
-    tell(sender)
-    status, err = sender.end()
-    assert status == 1, err
-    assert re.search(rf"PoolTimeoutError: {ROWS}rank 1 has not sent its rows within 3 s", err), err
+    assert re.search(rf"PoolTimeoutError: {said} within 3 s", err), err
 
 
 def test_rows_are_waited_for(start):
-    sender, home = start("send_rows", "tcp")
-    for host in (sender, home):
-        host.wait_for("published")
-    tell(sender)
-    tell(home)
-    for host in (sender, home):
+    hosts = start_and_wait_until_published(start, SEND, "tcp")
+    for host in hosts:
+        tell(host)
+    for host in hosts:
         host.wait_for("sent")
         assert host.end()[0] == 0
 
