@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from fef import hosts
 from fef.experts import Experts
 from fef.fabric.calibration import Calibration
+from fef.fabric.cost import CROSSINGS
 from fef.ops.device import Device
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.fluid_ffn import Settings, fluid_ffn
@@ -31,7 +32,7 @@ REPEATS = 5
 LEAST_S = 10e-6  # differences of two measured times are not to be trusted below
 BLOCK_ELEMS = 1 << 18  # 1 MiB
 FEW_ELEMS = 16
-CROSSINGS = 2  # of a row in a forward pass
+FORWARD_CROSSINGS = CROSSINGS // 2  # of a row
 ROWS = (32, 128, 512)
 
 
@@ -54,9 +55,9 @@ def measure(mesh: Mesh, d_model: int, d_expert: int, device: Device, matmul: str
     if not device.is_modelled:
         flops, half_rows = _gemm_rate(mesh, d_model, d_expert, matmul)
     bytes_per_s = max(_num_read(mesh), 1) * 4 * BLOCK_ELEMS / blocks_s
-    row_bytes = CROSSINGS * max(mesh.shape["expert"] - 1, 1) * (many_rows - 1) * 4 * d_model
+    row_bytes = FORWARD_CROSSINGS * max(mesh.shape["expert"] - 1, 1) * (many_rows - 1) * 4 * d_model
     row_bytes_per_s = row_bytes / max(many_s - few_s, LEAST_S)
-    found = hosts.gather("its calibration", [bytes_per_s, row_bytes_per_s, few_s / CROSSINGS, flops, half_rows])
+    found = hosts.gather("its calibration", [bytes_per_s, row_bytes_per_s, few_s / FORWARD_CROSSINGS, flops, half_rows])
     rates, row_rates, latencies, flops_of_all, half_rows_of_all = zip(*found, strict=True)
     where = f"{mesh.shape['expert']} members on {jax.process_count()} hosts over {pools.current().transport}"
     return Calibration(min(rates), min(row_rates), max(latencies), min(flops_of_all), max(half_rows_of_all), where)
@@ -86,10 +87,7 @@ def _read_seconds(mesh: Mesh, elems: int) -> float:
 
         return jax.jit(island(mesh, member, (REPLICATED, LAYERED_EXPERTS), TOKENS))
 
-    def seconds(run: Callable) -> float:
-        return _median_seconds(run, jnp.asarray(handle_2), blocks)
-
-    return max(seconds(program(True)) - seconds(program(False)), LEAST_S)
+    return _seconds_beyond(program(True), program(False), jnp.asarray(handle_2), blocks)
 
 
 def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
@@ -115,10 +113,7 @@ def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
 
         return jax.jit(island(mesh, member, (REPLICATED, LAYERED_EXPERTS), TOKENS))
 
-    def seconds(run: Callable) -> float:
-        return _median_seconds(run, jnp.asarray(handle_2), blocks)
-
-    return max(seconds(program(True)) - seconds(program(False)), LEAST_S)
+    return _seconds_beyond(program(True), program(False), jnp.asarray(handle_2), blocks)
 
 
 def _gemm_rate(mesh: Mesh, d_model: int, d_expert: int, matmul: str) -> tuple[float, float]:
@@ -142,6 +137,11 @@ def _gemm_rate(mesh: Mesh, d_model: int, d_expert: int, matmul: str) -> tuple[fl
     per_row, fixed = np.polyfit(ROWS, [seconds(rows) for rows in ROWS], 1)
     per_row = max(per_row, 1e-12)
     return 18.0 * d_model * d_expert / per_row, float(np.clip(fixed / per_row, 0.0, ROWS[-1]))
+
+
+def _seconds_beyond(run: Callable, without: Callable, *args: Any) -> float:
+    """What one program takes more than another, at least LEAST_S."""
+    return max(_median_seconds(run, *args) - _median_seconds(without, *args), LEAST_S)
 
 
 def _median_seconds(run: Callable, *args: Any) -> float:
