@@ -2,16 +2,18 @@
 
 Letters: E experts, R members; k counts the experts that are read, 0 ... E.
 
-Weights hide under compute and tokens do not: rows leave when the router has chosen, and their results are waited for.
-So the time of a layer in which the experts of a set W are read and the others visited is taken to be
+Weights hide under compute. Rows leave when the router has chosen, meet the experts at their homes, and their results are
+waited for; meanwhile a member computes what it reads. So the time of a layer in which the experts of a set W are read
+and the others visited is taken to be that of its two passes, and of each pass
 
-    max(compute / 3, blocks / rate) + max(2 compute / 3, gradients / rate) + rows / rate of rows + 4 latency
+    max(compute, blocks / rate + (sent + visiting) / rate of rows, 2 max(sent, visiting) / rate of rows + served + 2 latency)
 
-    compute   = the busiest member's GEMMs, a third of them forward, two thirds backward
-    blocks    = bytes of blocks on the busiest link: what a reader gets, what a home sends; in the forward pass
-    gradients = bytes of as many gradients, the other way, in the backward pass
-    rows      = bytes of rows on the busiest link, 2 (rows sent + rows that visit) D b: there and back, both passes
-    latency   of a crossing, if any row leaves
+    compute  = the busiest member's GEMMs, a third of them forward, two thirds backward
+    served   = the part of the busiest home whose experts are visited
+    blocks   = bytes on the busiest link: what a reader gets, what a home sends; backward, of gradients, the other way
+    sent     = bytes of the rows that the member sends, D b each
+    visiting = bytes of the rows that the busiest home is sent, from the mean of the others
+    latency  of a crossing, if any row leaves
 
 With the experts in the order of the member's own rows, most rows first (of equal ones those first whose homes come next
 in rank order, so that members begin at different homes), W is the first k of them, and k is the best of all. Its own
@@ -115,7 +117,8 @@ def layer_seconds(
 
     own_k = _first(gemm_seconds(rows_E))
     visited_ER = gemm_seconds(of_all_E)[:, None] * home_ER
-    compute_k = own_k + (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
+    served_k = (visited_ER.sum(0)[None] - _first(visited_ER)).max(1)
+    compute_k = own_k + served_k
 
     num_k = jnp.arange(num_experts + 1)
     is_read_kE = num_k[:, None] > jnp.arange(num_experts)[None]
@@ -130,14 +133,17 @@ def layer_seconds(
     sent_kR = (read_kE + read_by_other_kE * others_E[None]) @ home_ER
     blocks_k = jnp.maximum(read_kE.sum(1), sent_kR.max(1))
     rows_sent_kE = (~is_read_kE) * (rows_E * is_remote_E)[None]
-    visiting_kR = (rows_sent_kE + (1 - read_by_other_kE) * (rows_of_other_E * others_E)[None]) @ home_ER
-    rows_k = (rows_sent_kE.sum(1) + visiting_kR.max(1)) / 2  # of which each crosses CROSSINGS times
+    sent_k = rows_sent_kE.sum(1)
+    visiting_k = ((rows_sent_kE + (1 - read_by_other_kE) * (rows_of_other_E * others_E)[None]) @ home_ER).max(1)
 
-    exposed_k = rows_k * (layer.row_bytes / calibration.row_bytes_per_s)
-    exposed_k += (rows_k > 0) * (CROSSINGS * calibration.latency_s)
-    forward_k = jnp.maximum(compute_k / 3, blocks_k * (layer.units.block_bytes / calibration.bytes_per_s))
-    backward_k = jnp.maximum(compute_k * 2 / 3, blocks_k * (layer.units.gradient_bytes / calibration.bytes_per_s))
-    return forward_k + backward_k + exposed_k
+    row_s = layer.units.row_bytes / calibration.row_bytes_per_s
+    crossing_k = jnp.maximum(sent_k, visiting_k) * row_s + (visiting_k > 0) * calibration.latency_s
+
+    def pass_seconds(share: float, block_bytes: int) -> jax.Array:
+        wire_k = blocks_k * (block_bytes / calibration.bytes_per_s) + (sent_k + visiting_k) * row_s
+        return jnp.maximum(jnp.maximum(compute_k * share, wire_k), 2 * crossing_k + served_k * share)
+
+    return pass_seconds(1 / 3, layer.units.block_bytes) + pass_seconds(2 / 3, layer.units.gradient_bytes)
 
 
 def by_rows(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Array:

@@ -154,7 +154,8 @@ class FluidTask : public Ffn {
   FluidTask(const FluidCall& call, bool is_backward, Arrays... arrays)
       : Ffn(call.ffn, [&](int expert) { return call.assignments.is_visiting[expert] == 0; }, arrays...),
         fluid_(call),
-        visitors_(fluid_, is_backward) {
+        visitors_(fluid_, is_backward),
+        is_backward_(is_backward) {
     if (this->fault_.ok()) this->fault_ = visitors_.Check();
     if (!visitors_.is_open()) return;
     // The member's own experts wait for the visitors' rows: one GEMM for all.
@@ -164,28 +165,33 @@ class FluidTask : public Ffn {
     this->pending_.erase(own, this->pending_.end());
   }
 
-  // The member's own experts, with their visitors, are what comes next.
+  // The member's own experts that are visited are what comes next, for their visitors wait. Of the others a forward pass
+  // computes them before what is read, while that comes, and a backward pass after it, while its gradients go.
   void Admit() {
     has_visitors_ = true;
     for (const Visit& visit : visitors_.visits()) {
       this->segments_[visit.expert].push_back(
           {int32_t(visit.first_row), int32_t(visit.num_assignments), int32_t(visit.expert)});
-      if (std::find(held_.begin(), held_.end(), visit.expert) == held_.end()) held_.push_back(visit.expert);
+      if (visited_.empty() || visited_.back() != visit.expert) visited_.push_back(visit.expert);
     }
-    std::sort(held_.begin(), held_.end());
-    this->pending_.insert(this->pending_.begin(), held_.begin(), held_.end());
+    held_.erase(std::remove_if(held_.begin(), held_.end(), [&](int expert) { return IsVisited(expert); }), held_.end());
+    std::vector<int>& pending = this->pending_;
+    pending.insert(is_backward_ ? pending.end() : pending.begin(), held_.begin(), held_.end());
+    pending.insert(pending.begin(), visited_.begin(), visited_.end());
   }
 
   // Whether the visitors' rows are computed, and not yet on their way.
   bool IsServing() const {
-    return has_visitors_ && !has_served_ && std::none_of(held_.begin(), held_.end(), [&](int expert) {
-      return std::find(this->pending_.begin(), this->pending_.end(), expert) != this->pending_.end();
-    });
+    return has_visitors_ && !has_served_ &&
+           std::none_of(this->pending_.begin(), this->pending_.end(), [&](int expert) { return IsVisited(expert); });
   }
+
+  bool IsVisited(int expert) const { return std::find(visited_.begin(), visited_.end(), expert) != visited_.end(); }
 
   const FluidCall fluid_;
   Visitors visitors_;
-  std::vector<int> held_;  // the member's own experts with rows, as far as they are known
+  const bool is_backward_;
+  std::vector<int> held_, visited_;  // the member's own experts with rows: its own only, visitors' too
   bool has_departed_ = false, have_arrived_ = false, has_visitors_ = false, has_served_ = false;
 };
 

@@ -32,15 +32,16 @@ def seconds(rows, load, order, k, rank, layer):
     of_all = [max(last, n) for last, n in zip(load, rows, strict=True)] if any(load) else [members * n for n in rows]
     of_other = [(a - n) / max(members - 1, 1) for a, n in zip(of_all, rows, strict=True)]
     candidates = [e for e in order if k and of_other[e] > 0 and of_other[e] >= rows[order[k - 1]]]
-    compute, blocks_sent, visiting = np.zeros(members), np.zeros(members), np.zeros(members)
+    read_compute = 0.0
+    served, blocks_sent, visiting = np.zeros(members), np.zeros(members), np.zeros(members)
     blocks_read = rows_sent = 0
     for e, n in enumerate(rows):
         others = [m for m in range(members) if m not in (rank, home[e])]
         is_mine = home[e] == rank
         if e in read:
-            compute += (n + RATES.half_rows) * (n > 0)
+            read_compute += (n + RATES.half_rows) * (n > 0)
         else:
-            compute[home[e]] += (of_all[e] + RATES.half_rows) * (of_all[e] > 0)
+            served[home[e]] += (of_all[e] + RATES.half_rows) * (of_all[e] > 0)
         if e in read and not is_mine and n > 0:
             blocks_read += 1
             blocks_sent[home[e]] += 1
@@ -50,10 +51,15 @@ def seconds(rows, load, order, k, rank, layer):
         chance = min(1, k / len(candidates)) if e in candidates else 0
         blocks_sent[home[e]] += chance * len(others)
         visiting[home[e]] += (1 - chance) * of_other[e] * len(others)
-    wire = max(blocks_read, blocks_sent.max()) * 100 / RATES.bytes_per_s  # blocks, and again gradients
-    crossing = (rows_sent + visiting.max()) / 2
-    hidden = max(compute.max() / 3, wire) + max(compute.max() * 2 / 3, wire)
-    return hidden + crossing * 40 / RATES.row_bytes_per_s + 4 * RATES.latency_s * (crossing > 0)
+    blocks_s = max(blocks_read, blocks_sent.max()) * 100 / RATES.bytes_per_s  # and as long for gradients
+    row_s = 10 / RATES.row_bytes_per_s
+    crossing = max(rows_sent, visiting.max()) * row_s + RATES.latency_s * (visiting.max() > 0)
+    total = 0.0
+    for share in (1 / 3, 2 / 3):
+        busy = (read_compute + served.max()) * share
+        wire = blocks_s + (rows_sent + visiting.max()) * row_s
+        total += max(busy, wire, 2 * crossing + served.max() * share)
+    return total
 
 
 @settings(deadline=None, max_examples=60)
