@@ -54,6 +54,7 @@ class Grid:
       workloads: of fef.testing.workloads; all in each cell, for they share the compiled programs.
       dispatchers: as bench_stack takes them.
       us_per_token: modelled device time of a layer for a token with its K choices, microseconds.
+      relays: config.pool.relay.
       hosts: with one member each.
       experts, choices: E and K.
       steps: timed steps of each dispatcher.
@@ -65,6 +66,7 @@ class Grid:
     workloads: tuple[str, ...]
     dispatchers: tuple[str, ...]
     us_per_token: float
+    relays: tuple[str, ...] = ("auto",)
     hosts: int = 4
     experts: int = 8
     choices: int = 2
@@ -73,17 +75,18 @@ class Grid:
     @property
     def cells(self) -> list[dict[str, Any]]:
         """One dict for each combination."""
-        axes = {"network": self.networks, "nic": self.nics, "tokens": self.tokens}
+        axes = {"network": self.networks, "relay": self.relays, "nic": self.nics, "tokens": self.tokens}
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
     def command(self, cell: dict[str, Any]) -> list[str]:
-        """What runs a cell, after the interpreter; it wants --json=FILE at its end."""
+        """What runs a cell; it wants --json=FILE at its end."""
         seconds = cell["tokens"] * self.us_per_token * 1e-6
         return [
-            "-m", "experiments.launch", f"--hosts={self.hosts}", f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
-            sys.executable, "-m", "experiments.bench_stack", f"--members={self.hosts}", f"--experts={self.experts}",
+            "python", "-m", "experiments.launch", f"--hosts={self.hosts}",
+            f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
+            "python", "-m", "experiments.bench_stack", f"--members={self.hosts}", f"--experts={self.experts}",
             f"--choices={self.choices}", f"--cells={cell['tokens']}:{seconds:g}", f"--nic={cell['nic']}",
-            f"--steps={self.steps}", f"--workloads={','.join(self.workloads)}",
+            f"--steps={self.steps}", f"--relay={cell['relay']}", f"--workloads={','.join(self.workloads)}",
             f"--dispatchers={','.join(self.dispatchers)}",
         ]  # fmt: skip
 
@@ -194,9 +197,10 @@ def run_cell(
       UserError: it failed or took too long; names the file of its output.
     """
     command, measured = grid.command(cell), folder / "rows.json"
+    this_python = [sys.executable if word == "python" else word for word in command]
     said.parent.mkdir(parents=True, exist_ok=True)
     with said.open("w") as output, subprocess.Popen(
-        [sys.executable, *command, f"--json={measured}"], cwd=ROOT, stdout=output, stderr=output
+        [*this_python, f"--json={measured}"], cwd=ROOT, stdout=output, stderr=output
     ) as process:  # fmt: skip
         try:
             status = process.wait(timeout_s)
@@ -209,7 +213,7 @@ def run_cell(
         raise UserError(f"the cell {cell} {why}; its output is {said}, what was measured before is kept")
     said.unlink()
     shared = {
-        "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(["python", *command]),
+        "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(command),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
@@ -244,7 +248,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells.setdefault(json.dumps([row["cell"], row["flags"]["workload"]], sort_keys=True), []).append(row)
     names = list(dict.fromkeys(row["dispatcher"] for row in rows))
     first = rows[0]
-    heads = ["network", "Mbit/s", "routing", "T", "floor", *(f"`{name}`" for name in names), "ratio", "spread", "least"]
+    heads = ["network", "relay", "Mbit/s", "routing", "T", "floor", *(f"`{name}`" for name in names)]
+    heads += ["ratio", "spread", "least"]
     lines = [
         f"{first['hosts']} hosts with one member each, L={first['flags']['layers']}, E={first['flags']['experts']}, "
         f"K={first['flags']['choices']}, modelled device time of {first['cell']['us_per_token']:g} us a token and "
@@ -252,7 +257,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{first['commit']}.",
         "",
         "| " + " | ".join(heads) + " |",
-        "| --- | ---: | --- |" + " ---: |" * (len(heads) - 4) + " --- |",
+        "| --- | --- | ---: | --- |" + " ---: |" * (len(heads) - 5) + " --- |",
     ]
     for of_cell in cells.values():
         lines.append("| " + " | ".join(_line(of_cell, names)) + " |")
@@ -272,7 +277,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _line(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
     of_name = {row["dispatcher"]: row for row in rows}
     cell, ratio = rows[0]["cell"], _ratio(rows)
-    line = [cell["network"], f"{cell['nic']:,}", rows[0]["flags"]["workload"], f"{cell['tokens']:,}"]
+    line = [cell["network"], cell["relay"], f"{cell['nic']:,}", rows[0]["flags"]["workload"], f"{cell['tokens']:,}"]
     line.append(f"{min(row['floor_ms'] for row in rows):,.0f}")
     best = min(of_name[name]["step_ms"] for name in names if name in of_name)
     for name in names:

@@ -95,7 +95,7 @@ def test_rows_of_other_sources_are_not_added_to(tmp_path):
 
 
 def row(dispatcher, step_ms, **more):
-    cell = {"network": "leaves=1", "nic": 100, "tokens": 512, "us_per_token": 2.0, "steps": 2}
+    cell = {"network": "leaves=1", "relay": "auto", "nic": 100, "tokens": 512, "us_per_token": 2.0, "steps": 2}
     return {
         "dispatcher": dispatcher, "step_ms": step_ms, "steps_ms": [900.0, step_ms, step_ms * 1.5], "floor_ms": 90.0,
         "cell": cell, "hosts": 4, "commit": "c0ffee", "versions": {"jax": "1"},
@@ -110,6 +110,6 @@ def test_the_table_says_where_fluid_loses():
     rows = [row("pooled", 200.0), row("fluid", 210.0), by_bytes]
     rows += [row("pooled", 400.0, **other), row("fluid", 300.0, **other), by_bytes | other | {"least_bytes": 251}]
     lines = compare.table(rows).splitlines()
-    assert lines[4] == "| leaves=1 | 100 | balanced | 512 | 90 | **200** | 210 | 500 | 1.05 | 1.50 | yes |"
-    assert lines[5] == "| leaves=1 | 100 | balanced | 1,024 | 90 | 400 | **300** | 500 | 0.75 | 1.50 | **no** |"
+    assert lines[4] == "| leaves=1 | auto | 100 | balanced | 512 | 90 | **200** | 210 | 500 | 1.05 | 1.50 | yes |"
+    assert lines[5] == "| leaves=1 | auto | 100 | balanced | 1,024 | 90 | 400 | **300** | 500 | 0.75 | 1.50 | **no** |"
     assert "median 0.90, worst 1.05, at most 1.05 in 2 of 2 cells" in lines[7]

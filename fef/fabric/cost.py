@@ -2,12 +2,15 @@
 
 Letters: E experts, R members; k counts the experts that are read, 0 ... E.
 
-Weights hide under compute. Rows leave when the router has chosen, meet the experts at their homes, and their results are
-waited for; meanwhile a member computes what it reads. So the time of a layer in which the experts of a set W are read
-and the others visited is taken to be that of its two passes, and of each pass
+Weights hide under compute. Rows leave when the router has chosen, meet the experts at their homes, and their results
+are waited for; meanwhile a member computes what it reads. So the time of a layer in which the experts of a set W are
+read and the others visited is taken to be that of its two passes, and of each pass the largest of
 
-    max(compute, blocks / rate + (sent + visiting) / rate of rows, 2 max(sent, visiting) / rate of rows + served + 2 latency)
+    compute
+    blocks / rate + (sent + visiting) / rate of rows
+    2 max(sent, visiting) / rate of rows + served + 2 latency
 
+where
     compute  = the busiest member's GEMMs, a third of them forward, two thirds backward
     served   = the part of the busiest home whose experts are visited
     blocks   = bytes on the busiest link: what a reader gets, what a home sends; backward, of gradients, the other way
