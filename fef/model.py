@@ -176,13 +176,14 @@ class Decoder(nnx.Module):
         """The experts of each run that has some, as `Dispatcher.prepare` takes them."""
         return [run.moe.experts for run in self.moe_runs]
 
-    def set_router_state(self, state_L: Any) -> None:
-        """Puts the routers' new states, with a leading axis of MoE layers, in the place of the old ones."""
+    def update_routers(self, seen_L: Any) -> None:
+        """Gives the routers their states for the next step, from what they have seen, with a leading axis of layers."""
         first = 0
         for run, length in zip(self.runs, self.run_lengths, strict=True):
             if hasattr(run, "moe"):
                 part = slice(first, first + length) if self.is_scanned else first
-                run.moe.state.set_value(jax.tree.map(lambda a, part=part: a[part], state_L))
+                seen = jax.tree.map(lambda a, part=part: a[part], seen_L)
+                run.moe.update_router(seen, length if self.is_scanned else None)
                 first += length
 
     def __call__(

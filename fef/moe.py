@@ -4,6 +4,7 @@ Shape letters: B batch, S sequence, T = B*S tokens of a member, D model width, F
 P positions, K choices per token, M members of the whole mesh, Q ledger purposes.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
 from fef.pool.table import ExpertTable
 from fef.registry import scan
-from fef.routing import ROUTERS, Router, RouterContext
+from fef.routing import ROUTERS, Router, RouterContext, next_state
 from fef.sharding import AXES, REPLICATED, TOKENS, island
 from fef.testing.traces import replay_assignment
 
@@ -116,8 +117,8 @@ class MoeLayer(nnx.Module):
           replay: this layer's assignment from a trace, used instead of the router's (see `fef.testing.traces`).
 
         Returns:
-          y_BSD (B, S, D), and metrics: `aux_loss` () float32, exact over the global batch; `state`, the router's new
-          state; `trace`, the assignment; and per member on a leading axis M the router's counts and `moved_QP`.
+          y_BSD (B, S, D), and metrics: `aux_loss` () float32, exact over the global batch; `seen`, for `update_router`;
+          `trace`, the assignment; and per member on a leading axis M the router's counts and `moved_QP`.
 
         Sharding: B over both mesh axes in and out. Gradient: in x_BSD, the gate and the experts.
         Raises: errors of the dispatcher; with `pooled`, `fef.PoolError` subclasses.
@@ -141,21 +142,33 @@ class MoeLayer(nnx.Module):
             ctx = RouterContext(
                 mask_BS, token_ids_BS, layer, step, key, train, state, psum=lambda tree: jax.lax.psum(tree, AXES)
             )
-            assignment, state = self.router(gate, x_BSD, ctx)
+            assignment, seen = self.router(gate, x_BSD, ctx)
             if replay is not None:
                 assignment = replay_assignment(assignment, replay, mask_BS)
             y_TD, moved_QP = self.dispatcher(x_BSD.reshape(-1, x_BSD.shape[-1]), assignment, experts, layer)
             counts = dict(assignment.metrics, aux_loss=assignment.aux_loss, moved_QP=moved_QP)
             trace = {name: getattr(assignment, name) for name in ("token_N", "expert_N", "weight_N", "valid_N")}
-            return y_TD.reshape(x_BSD.shape), jax.tree.map(lambda a: a[None], counts), trace, state
+            return y_TD.reshape(x_BSD.shape), jax.tree.map(lambda a: a[None], counts), trace, jax.lax.psum(seen, AXES)
 
         in_specs = (
             REPLICATED, self.dispatcher.experts_spec, TOKENS, TOKENS, TOKENS, REPLICATED, REPLICATED, REPLICATED,
             REPLICATED, TOKENS,
         )  # fmt: skip
         run = island(self.mesh, member, in_specs, (TOKENS, TOKENS, TOKENS, REPLICATED))
-        y_BSD, metrics, trace, state = run(
+        y_BSD, metrics, trace, seen = run(
             gate, experts, x_BSD, mask_BS, token_ids_BS, key, layer, step, self.state.get_value(), replay
         )
         metrics["aux_loss"] = metrics["aux_loss"].sum()
-        return y_BSD, dict(metrics, trace=trace, state=state)
+        return y_BSD, dict(metrics, trace=trace, seen=seen)
+
+    def update_router(self, seen: Any, num_layers: int | None = None) -> None:
+        """Gives the router its state for the next step; to be called once per optimizer step, after it.
+
+        Args:
+          seen: `metrics["seen"]`, summed over the step's microbatches.
+          num_layers: of a layer that stands for so many, stacked; their states and `seen` have a leading axis of them.
+        """
+        update = functools.partial(next_state, self.router)
+        if num_layers is not None:
+            update = jax.vmap(update, axis_size=num_layers)
+        self.state.set_value(update(self.state.get_value(), seen))

@@ -153,7 +153,7 @@ class Stepper:
             step=state.step + 1,
             experts=params["experts"],
             dense=params["dense"],
-            router=self._router_state(state, metrics.pop("state", None)),
+            router=self._router_state(state, metrics.pop("seen", None)),
             optimizer=optimizer,
             skipped=state.skipped,
             load_LE=self._load(metrics),
@@ -188,15 +188,15 @@ class Stepper:
     def _load(self, metrics: dict[str, Any]) -> jax.Array | None:
         return metrics["load_E"].sum(1) // self.config.train.microbatches if self.dispatcher else None
 
-    def _router_state(self, state: TrainState, new_L: Any) -> Any:
-        if new_L is None:
+    def _router_state(self, state: TrainState, seen_L: Any) -> Any:
+        if seen_L is None:
             return state.router
         model = self._merge(state.experts, state)
-        model.set_router_state(new_L)
+        model.update_routers(seen_L)
         return nnx.split(model, RouterState, ...)[1]
 
     def _accumulate(self, run: Callable, dense: Any, prepared: Any, batch: Any, replay: Any) -> tuple:
-        """Gradients and metrics, summed over the microbatches; assignments are joined, a router's last state stays."""
+        """Gradients and metrics, summed over the microbatches; assignments are joined."""
         count = self.config.train.microbatches
         if count == 1:
             (_, metrics), grads = run(dense, prepared, jnp.int32(0), batch, replay)
@@ -210,11 +210,10 @@ class Stepper:
 
         zeros = jax.tree.map(jnp.zeros_like, (dense, prepared))
         grads, metrics = jax.lax.scan(add, zeros, (jnp.arange(count, dtype=jnp.int32), batch, replay))
-        trace, state = metrics.pop("trace", None), metrics.pop("state", None)
+        trace = metrics.pop("trace", None)
         metrics = jax.tree.map(lambda a: a.sum(0, dtype=a.dtype), metrics)
         if trace is not None:
             metrics["trace"] = jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(a.shape[1], -1), trace)
-            metrics["state"] = jax.tree.map(lambda a: a[-1], state)
         return grads, metrics
 
     def _parts(self, x_BS: jax.Array, count: int) -> jax.Array:

@@ -24,6 +24,7 @@ from fef.config import ConfigError, UserError
 from fef.dispatch import DISPATCHERS
 from fef.metrics import load_entropy, read_jsonl
 from fef.pool.pool import Pool
+from fef.registry import scan
 from fef.routing import ROUTERS
 from fef.step import is_expert
 from fef.testing.traces import ARRAYS, Trace, TraceHeader
@@ -341,7 +342,7 @@ from fef.routing.gate import token_choice
 @ROUTERS.register("parity")
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """Even bytes to expert 0, odd ones to expert 1; its state counts the tokens it has seen."""
+    """Even bytes to expert 0, odd ones to expert 1; its state counts the steps and the tokens it has seen."""
 
     @dataclasses.dataclass(unsafe_hash=True)
     class Options:
@@ -356,7 +357,7 @@ class Parity:
         return {}
 
     def init_state(self):
-        return {"seen": jnp.zeros((), jnp.int32)}
+        return {"steps": jnp.int32(0), "tokens": jnp.int32(0)}
 
     def __call__(self, params, x_BSD, ctx):
         expert_BSK = (ctx.token_ids_BS % 2)[..., None]
@@ -365,17 +366,23 @@ class Parity:
             expert_BSK, ones_BSK, ctx.mask_BS[..., None], ctx.mask_BS, num_experts=self.num_experts,
             entropy_BS=jnp.zeros(x_BSD.shape[:2]), aux_loss=jnp.zeros(()),
         )
-        return assignment, {"seen": ctx.state["seen"] + ctx.psum(jnp.sum(ctx.mask_BS, dtype=jnp.int32))}
+        return assignment, jnp.sum(ctx.mask_BS, dtype=jnp.int32)
+
+    def next_state(self, state, seen):
+        return {"steps": state["steps"] + 1, "tokens": state["tokens"] + seen}
 '''
 
 
-def test_a_users_router_trains_and_its_state_is_saved(tmp_path, monkeypatch):
-    for registry in (ROUTERS, DISPATCHERS):
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_a_users_router_trains_and_its_state_is_saved(is_scanned, tmp_path, monkeypatch):
+    """Its state changes once per step, by the sum over members and microbatches."""
+    for registry, folder in ((ROUTERS, "fef.routing"), (DISPATCHERS, "fef.dispatch")):
+        scan(folder)
         monkeypatch.setattr(registry, "_table", dict(registry._table))
     (tmp_path / "parity.py").write_text(PARITY_ROUTER)
     changes = SMALL | RUN | {
         "routing.module": f"{tmp_path}/parity.py", "moe.router": "parity", "moe.num_choices": 1, "train.steps": 2,
-        "model.num_layers": 2, "model.scan_layers": True,
+        "model.num_layers": 2, "model.scan_layers": is_scanned, "train.microbatches": 2,
     }  # fmt: skip
     config, _ = flags.parse(["train", *(f"--config.{key}={value}" for key, value in changes.items())])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -384,10 +391,11 @@ def test_a_users_router_trains_and_its_state_is_saved(tmp_path, monkeypatch):
         for load_E in row["load"]:
             assert sum(load_E[:2]) == 8 * 16 and not any(load_E[2:])
     with Checkpointer(tmp_path / "run/checkpoints", keep=9, keep_best=0) as checkpointer:
-        (name,) = (name for name in checkpointer.leaves(2) if name.endswith("seen"))
         shapes = {name: np.zeros(shape, dtype) for name, (shape, dtype) in checkpointer.leaves(2).items()}
         state, _ = checkpointer.restore(2, shapes)
-    assert state[name].tolist() == [2 * 8 * 16] * 2  # one per layer
+    for name, value in {"steps": 2, "tokens": 2 * 8 * 16}.items():
+        of_layers = [np.ravel(leaf) for key, leaf in state.items() if key.endswith(name) and "router" in key]
+        assert np.concatenate(of_layers).tolist() == [value] * 2
 
 
 # The program itself: whole processes.

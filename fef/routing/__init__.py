@@ -62,7 +62,8 @@ class RouterContext:
       step: () int32, optimizer step.
       key: PRNG key, different per layer, step, microbatch and member.
       train: whether this is a training step (static).
-      state: the scheme's own state of this layer (a pytree; {} for schemes without one).
+      state: the scheme's own state of this layer (a pytree; {} for schemes without one); the same for all microbatches
+        of a step.
       psum: sums a pytree of O(E) statistics over all members. Not differentiated by the schemes here: they sum
         counts and return additive shares, so the backward pass needs no collective.
     """
@@ -84,6 +85,8 @@ class Router(Protocol):
     `causal` (False when a token's assignment depends on later tokens; a decoder then needs
     `config.routing.allow_noncausal=True`). Optional: `equivariant` (True when reordering the tokens of a sequence only
     reorders their assignments; absent means not claimed).
+
+    A scheme whose `init_state` is not {} also has `next_state(state, seen)`, see the function of that name.
     """
 
     num_experts: int
@@ -101,8 +104,24 @@ class Router(Protocol):
         ...
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
-        """Routes the member's tokens; returns the assignment and the new state."""
+        """Routes the member's tokens.
+
+        Returns:
+          the assignment, and what `next_state` is to know of the tokens: a pytree of sums over this member's unmasked
+          tokens, {} for schemes without a state.
+        """
         ...
+
+
+def next_state(router: Router, state: Any, seen: Any) -> Any:
+    """A router's state after an optimizer step; the old one if it has none.
+
+    Args:
+      router: calls its `next_state(state, seen)`, which is not differentiated.
+      state: of the step, of one layer.
+      seen: what the router's calls have returned, summed over the members and microbatches of the step.
+    """
+    return router.next_state(state, seen) if jax.tree.leaves(state) else state  # type: ignore[attr-defined]
 
 
 ROUTERS: Registry = Registry("router")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fef.routing import Assignment, RouterContext
+from fef.routing import Assignment, RouterContext, next_state
 
 # Each program runs a few times on tiny arrays: compiling it is all that costs.
 _compile = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -27,7 +27,7 @@ def check_router(router: Any, *, d_model: int = 16, seq_len: int = 8, seed: int 
     Shapes, dtypes, ids in range, no expert twice for a token, finite weights, padding (takes nothing, changes
     nothing), metrics that add up, float32 routing for bfloat16 inputs, sequences that do not influence each other,
     causality (unless `causal = False`), equivariance under reordered tokens (where `equivariant` claims it),
-    auxiliary losses and state that do not depend on the number of members, gradients that reach every parameter, zero
+    auxiliary losses and a state that do not depend on the number of members, gradients that reach every parameter, zero
     parameters, one expert, only padding, jit = eager, and jax.checkpoint inside lax.scan.
 
     Args:
@@ -112,14 +112,14 @@ class _Bench:
         self, params: Any, inputs: Any, state: Any, key: jax.Array, weights: Any, aux: Any, *, train: bool
     ) -> tuple[jax.Array, Any]:
         """`weights` * a sum of the weights, each with another factor, + `aux` * aux_loss; and what the router gave."""
-        assignment, state = self._route(params, inputs, state, key, train=train)
+        assignment, seen = self._route(params, inputs, state, key, train=train)
         factor_N = jnp.cos(1.0 + assignment.token_N + 7.0 * assignment.expert_N) * assignment.valid_N
-        return weights * jnp.sum(factor_N * assignment.weight_N) + aux * assignment.aux_loss, (assignment, state)
+        return weights * jnp.sum(factor_N * assignment.weight_N) + aux * assignment.aux_loss, (assignment, seen)
 
     def run(
         self, inputs: _Inputs, *, params: Any = None, state: Any = None, key: Any = None, weights=1.0, aux=1.0
     ) -> tuple[Any, Assignment, Any]:
-        """Gradient by the parameters of `_loss`, assignment and new state, compiled."""
+        """Gradient by the parameters of `_loss`, assignment and what the router has seen, compiled."""
         params = self.params if params is None else params
         state = self.state if state is None else state
         key = self.key if key is None else key
@@ -159,7 +159,8 @@ class _Bench:
         """What can be known without computing: shapes, dtypes, the structure of metrics and state."""
         route = functools.partial(self._route, train=self.train)
         try:
-            assignment, state = jax.eval_shape(route, self.params, self.inputs, self.state, self.key)
+            assignment, seen = jax.eval_shape(route, self.params, self.inputs, self.state, self.key)
+            state = jax.eval_shape(functools.partial(next_state, self.router), self.state, seen)
         except (jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError) as error:
             cause = str(error).splitlines()[0]
             self.require(False, f"cannot be compiled; shapes and branches must not depend on values: {cause}")
@@ -186,7 +187,7 @@ class _Bench:
             self.require(assignment.num_choices == self.router.num_choices, "num_choices must be the router's, or None")
         self.require(
             jax.tree.map(_shape_dtype, state) == jax.tree.map(_shape_dtype, self.state),
-            "the returned state must have the structure, shapes and dtypes of init_state()",
+            "next_state must return the structure, shapes and dtypes of init_state()",
         )
 
     def check_values(self) -> None:
@@ -280,7 +281,7 @@ class _Bench:
 
     def check_members(self) -> None:
         """Two members with half of the sequences each must do what one member does with all."""
-        aux_gradient, whole, whole_state = self.run(self.inputs, weights=0.0)
+        aux_gradient, whole, whole_seen = self.run(self.inputs, weights=0.0)
         noisy = self.route(self.inputs, key=jax.random.key(12345))
         if not _identical(self.table(whole), self.table(noisy)):
             return  # a scheme with noise draws it per member
@@ -289,14 +290,12 @@ class _Bench:
             def psum(statistics: Any) -> Any:
                 return jax.lax.psum(statistics, _MEMBERS)
 
-            assignment, state = self._route(params, inputs, self.state, self.key, train=self.train, psum=psum)
-            return assignment.aux_loss, (assignment, state)
+            assignment, seen = self._route(params, inputs, self.state, self.key, train=self.train, psum=psum)
+            return assignment.aux_loss, (assignment, seen)
 
         halves = jax.tree.map(lambda leaf: leaf.reshape(2, -1, *leaf.shape[1:]), self.inputs)
         each = jax.value_and_grad(member, has_aux=True)
-        (aux_R, (parts, states)), gradients = _compile(jax.vmap(each, (None, 0), axis_name=_MEMBERS))(
-            self.params, halves
-        )
+        (aux_R, (parts, seen)), gradients = _compile(jax.vmap(each, (None, 0), axis_name=_MEMBERS))(self.params, halves)
         half = self.inputs.mask_BS.size // 2
         tables = [self.table(jax.tree.map(lambda leaf, r=r: leaf[r], parts))[:half] for r in range(2)]
         same = _close(np.concatenate(tables), self.table(whole))
@@ -310,9 +309,10 @@ class _Bench:
             _close(summed, aux_gradient),
             "the members' gradients of aux_loss do not add up to the whole gradient",
         )
-        for r in range(2):
-            state = jax.tree.map(lambda leaf, r=r: leaf[r], states)
-            self.require(_close(state, whole_state), "the new state depends on the number of members; psum the counts")
+        self.require(
+            _close(jax.tree.map(lambda leaf: leaf.sum(0), seen), whole_seen),
+            "what the members have seen does not add up to what one member sees; return sums over tokens",
+        )
 
     def check_gradients(self) -> None:
         zeros = jax.tree.map(jnp.zeros_like, self.params)
@@ -347,15 +347,15 @@ class _Bench:
 
         def scanned(params: Any, keys: jax.Array) -> jax.Array:
             def body(state: Any, key: jax.Array) -> Any:
-                loss, (_, state) = self._loss(params, self.inputs, state, key, 1.0, 1.0, train=True)
-                return state, loss
+                loss, (_, seen) = self._loss(params, self.inputs, state, key, 1.0, 1.0, train=True)
+                return next_state(self.router, state, seen), loss
 
             return jax.lax.scan(jax.checkpoint(body), self.state, keys)[1].sum()
 
         keys = jax.random.split(self.key, 2)
         ours = _compile(jax.grad(scanned))(self.params, keys)
-        first, _, state = self.run(self.inputs, key=keys[0])
-        second, _, _ = self.run(self.inputs, key=keys[1], state=state)
+        first, _, seen = self.run(self.inputs, key=keys[0])
+        second, _, _ = self.run(self.inputs, key=keys[1], state=next_state(self.router, self.state, seen))
         both = jax.tree.map(jnp.add, first, second)
         self.require(_close(ours, both), "jax.checkpoint inside lax.scan gives another gradient")
 

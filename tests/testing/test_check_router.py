@@ -55,7 +55,7 @@ class Sound:
             entropy_BS=jnp.zeros(ctx.mask_BS.shape),
             aux_loss=self.aux(probs_BSE, ctx),
         )
-        return self.edit(assignment, ctx), ctx.state
+        return self.edit(assignment, ctx), {}
 
 
 def edited(**changes):
@@ -110,8 +110,8 @@ BROKEN = {
     r"aux_loss is nan \(only padding tokens\)": dict(
         aux=lambda self, p, ctx: jnp.sum(p * ctx.mask_BS[..., None]) / ctx.psum(ctx.mask_BS.sum())
     ),
-    "the returned state must have the structure": dict(
-        __call__=lambda self, params, x, ctx: (Sound.__call__(self, params, x, ctx)[0], {"bias_E": jnp.zeros(4)})
+    "next_state must return the structure": dict(
+        init_state=lambda self: {"bias_E": jnp.zeros(4)}, next_state=lambda self, state, seen: seen
     ),
     "the content of padding changes the assignment": dict(
         logits=lambda self, params, x: Sound.logits(self, params, x - x.mean(1, keepdims=True)), causal=False
@@ -159,28 +159,31 @@ def test_a_broken_router_is_caught(message):
 
 
 class Biased(Sound):
-    """Keeps the load of the last step as state, wrongly that of one member only unless `share` sums it."""
+    """Keeps the load of the last step as state; `share` is what a member tells of it."""
 
     def init_state(self):
         return {"load_E": jnp.zeros(self.num_experts, jnp.int32)}
 
+    def next_state(self, state, seen):
+        return {"load_E": seen}
+
     def share(self, load_E, ctx):
-        return load_E
+        return ctx.psum(load_E)
 
     def __call__(self, params, x_BSD, ctx):
         assignment, _ = Sound.__call__(self, params, x_BSD, ctx)
         load_E = count_by_expert(assignment.expert_N, assignment.valid_N, self.num_experts)
-        return assignment, {"load_E": self.share(load_E, ctx)}
+        return assignment, self.share(load_E, ctx)
 
 
 class Balanced(Biased):
     Options = KnobOptions
 
     def share(self, load_E, ctx):
-        return ctx.psum(load_E)
+        return load_E
 
 
-def test_state_must_not_depend_on_the_members():
-    with pytest.raises(AssertionError, match="Biased.*: the new state depends on the number of members"):
+def test_what_members_tell_of_their_tokens_must_add_up():
+    with pytest.raises(AssertionError, match="Biased.*: what the members have seen does not add up"):
         check_router(Biased(), seq_len=4, d_model=4)
     check_router(Balanced(), seq_len=4, d_model=4)
