@@ -11,7 +11,7 @@ from typing import Any
 
 def get_grid() -> dict[str, Any]:
     return {
-        "networks": ("leaves=2", "leaves=2,oversub=2", "leaves=2,oversub=4"),
+        "networks": ("leaves=2,oversub=1", "leaves=2,oversub=2", "leaves=2,oversub=4"),
         "relays": ("off", "on"),
         "nics": (100,),
         "tokens": (4096,),
