@@ -10,13 +10,10 @@ command goes on where an interrupted grid ended. A file holds rows of one state 
 """
 
 import dataclasses
-import datetime
-import hashlib
 import itertools
 import json
 import os
 import pathlib
-import platform
 import runpy
 import shlex
 import signal
@@ -29,6 +26,7 @@ from typing import Any
 import tqdm
 from absl import flags
 
+from experiments import rows_file
 from experiments.flags import ROOT, parse_flags, run
 from fef.config import UserError
 
@@ -104,8 +102,8 @@ def main(argv: list[str]) -> None:
     grid = load_grid(values.config)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of all that is to be ended
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
-    code = code_digest()
-    rows = read_rows(results, code)
+    code = rows_file.digest(SOURCES)
+    rows = rows_file.read(results, code)
     done = [row["cell"] for row in rows]
     missing = [cell for cell in grid.cells if dict(cell, **_shared(grid)) not in done]
     with (
@@ -115,7 +113,7 @@ def main(argv: list[str]) -> None:
         for cell in missing:
             bar.set_postfix_str(", ".join(f"{key}={value}" for key, value in cell.items()))
             new = run_cell(grid, cell, code, pathlib.Path(folder), results.with_suffix(".log"), values.cell_timeout_s)
-            append(results, new)
+            rows_file.append(results, new)
             rows += new
             bar.update()
     print(table(rows))
@@ -138,49 +136,6 @@ def load_grid(path: str) -> Grid:
         raise UserError(f"{path}: get_grid(): {error}") from None
 
 
-def code_digest() -> str:
-    """Of all sources that take part in a cell."""
-    digest = hashlib.sha256()
-    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
-        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def read_rows(path: pathlib.Path, code: str) -> list[dict[str, Any]]:
-    """The rows of a results file. A line that was not written to its end is cut off.
-
-    Raises:
-      UserError: a line that is no row, or rows of other sources; names the file and the line.
-    """
-    if not path.exists():
-        return []
-    text = path.read_text()
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        path.write_text(text)
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-            of_row = rows[-1]["code"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: is no row of results; take it out or name another file") from None
-        if of_row != code:
-            raise UserError(
-                f"{path}, line {number}: is of sources {of_row} (commit {rows[-1].get('commit')}), these are {code}; "
-                "move the file away or name another one by --results"
-            )
-    return rows
-
-
-def append(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """The rows of a cell, all at once."""
-    with path.open("a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def run_cell(
     grid: Grid, cell: dict[str, Any], code: str, folder: pathlib.Path, said: pathlib.Path, timeout_s: float
 ) -> list[dict[str, Any]]:
@@ -188,7 +143,7 @@ def run_cell(
 
     Args:
       grid, cell: what.
-      code: of `code_digest`.
+      code: digest of the sources.
       folder: for temporary files.
       said: the file for its output, which stays if it fails.
       timeout_s: then it is ended.
@@ -215,8 +170,7 @@ def run_cell(
     shared = {
         "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(command),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
+        **rows_file.here_and_now(),
     }  # fmt: skip
     return [shared | row for row in json.loads(measured.read_text())]
 

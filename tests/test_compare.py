@@ -8,7 +8,7 @@ import pytest
 from needs import needs_lab
 from small import ROOT, quick_environment
 
-from experiments import compare
+from experiments import compare, rows_file
 from fef.config import UserError
 
 GRID = {
@@ -43,7 +43,9 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
     first = results.read_text()
     rows = [json.loads(line) for line in first.splitlines()]
     assert [row["dispatcher"] for row in rows] == list(GRID["dispatchers"])
-    assert {row["cell"]["tokens"] for row in rows} == {32} and {row["code"] for row in rows} == {compare.code_digest()}
+    assert {row["cell"]["tokens"] for row in rows} == {32} and {row["code"] for row in rows} == {
+        rows_file.digest(compare.SOURCES)
+    }
     assert "bench_stack" in rows[0]["command"] and rows[0]["versions"]["jax"] and compare._is_least(rows[2])
     assert done.stdout == compare.table(rows) + "\n"
 
@@ -76,22 +78,6 @@ def test_what_is_no_grid_is_refused(text, said, tmp_path):
         compare.load_grid(str(path))
     with pytest.raises(UserError, match="no such file"):
         compare.load_grid(str(tmp_path / "none.py"))
-
-
-def test_rows_of_other_sources_are_not_added_to(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    assert compare.read_rows(path, "a") == []
-    path.write_text('{"code": "a"}\n{"code": "b", "commit": "c0ffee"}\n')
-    before = path.read_text()
-    with pytest.raises(UserError, match="line 2: is of sources b .commit c0ffee., these are a"):
-        compare.read_rows(path, "a")
-    path.write_text('{"code": "a"}\nnothing\n')
-    with pytest.raises(UserError, match="line 2: is no row of results"):
-        compare.read_rows(path, "a")
-    path.write_text(before)
-    with pytest.raises(UserError, match="line 1: is of sources a"):
-        compare.read_rows(path, "b")
-    assert path.read_text() == before
 
 
 def row(dispatcher, step_ms, **more):

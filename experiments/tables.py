@@ -1,0 +1,185 @@
+"""Makes a table of training runs: runs what its results lack, one process for each run, and prints it.
+
+Command:  python -m experiments.tables routing
+Hardware: as configs/tables/NAME.py says.
+
+The file configs/tables/NAME.py has get_table(), which returns what `Table` takes. Each of its variants is trained with
+each of its seeds; what a run's metrics and summary say goes to the end of results/NAME.jsonl as one JSON line, with the
+command and the digest of the sources. The same command goes on where an interrupted table ended.
+"""
+
+import dataclasses
+import json
+import pathlib
+import runpy
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import tqdm
+from absl import flags
+
+from experiments import rows_file
+from experiments.flags import ROOT, parse_flags, run
+from fef.config import UserError
+
+SOURCES = ("fef/**/*.py", "fef/**/*.h", "fef/**/*.cc", "experiments/flags.py", "experiments/train.py")
+LATE = 0.25  # of a run's steps, over which its measures are averaged
+
+# Of a run, in the order of the columns: what, the row's key, its format.
+MEASURES = (
+    ("held-out loss", "heldout_loss", "{:.3f}"),
+    ("MaxVio", "max_vio", "{:.2f}"),
+    ("dropped", "dropped_fraction", "{:.1%}"),
+    ("dead experts", "dead_experts", "{:.1f}"),
+    ("gate entropy", "gate_entropy", "{:.2f}"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What is trained.
+
+    Attributes:
+      settings: configuration that all variants share, by key.
+      seeds: of initialisation and noise; data and their order are the same for all.
+      sections: title -> variant -> its settings.
+      published: variant -> what its source reports, a column; of a section without any it is left out.
+    """
+
+    settings: dict[str, Any]
+    seeds: tuple[int, ...]
+    sections: dict[str, dict[str, dict[str, Any]]]
+    published: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Seed by seed, so that an interrupted table has a bit of everything; equal runs of two sections once."""
+        runs = []
+        for seed in self.seeds:
+            for section in self.sections.values():
+                for settings in section.values():
+                    one = {**self.settings, **settings, "train.seed": seed}
+                    if one not in runs:
+                        runs.append(one)
+        return runs
+
+
+def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("results", "", "the file of rows; empty: results/NAME.jsonl", flag_values=values)
+    flags.DEFINE_float("run_timeout_s", 3600.0, "longest time of a run", lower_bound=1, flag_values=values)
+
+
+def main(argv: list[str]) -> None:
+    names = [word for word in argv[1:] if not word.startswith("-")]
+    values = parse_flags([word for word in argv if word not in names], define, doc=__doc__ or "")
+    if len(names) != 1:
+        raise UserError(
+            f"{' '.join(names) or 'no table'}: name one table, such as python -m experiments.tables routing"
+        )
+    table, name = load_table(names[0]), names[0]
+    path = pathlib.Path(values.results or ROOT / "results" / f"{name}.jsonl")
+    code = rows_file.digest(SOURCES)
+    rows = rows_file.read(path, code)
+    done = [row["settings"] for row in rows]
+    missing = [settings for settings in table.runs() if settings not in done]
+    for settings in tqdm.tqdm(missing, unit="run", initial=len(done), total=len(done) + len(missing)):
+        row = {"code": code, **train(settings, values.run_timeout_s)}
+        rows_file.append(path, [row])
+        rows.append(row)
+    print(markdown(table, rows))
+
+
+def load_table(name: str) -> Table:
+    """The table of configs/tables/NAME.py.
+
+    Raises:
+      UserError: no such file, or fields that are unknown or missing; names the tables there are.
+    """
+    folder = ROOT / "configs" / "tables"
+    names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
+    if name not in names:
+        raise UserError(f"table {name!r}: there are {', '.join(names)}")
+    try:
+        return Table(**runpy.run_path(str(folder / f"{name}.py"))["get_table"]())
+    except (KeyError, TypeError) as error:
+        raise UserError(f"configs/tables/{name}.py: get_table(): {error}") from None
+
+
+def train(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """One run in a process of its own.
+
+    Raises:
+      UserError: it failed or took too long; with its command and its last line.
+    """
+    words = [f"--config.{key}={value}" for key, value in settings.items()]
+    command = ["python", "-m", "experiments.train", *words]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, *command[1:], f"--workdir={folder}/run"],
+                cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{shlex.join(command)}: took more than {timeout_s:g} s (--run_timeout_s)") from None
+        if done.returncode:
+            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+            raise UserError(f"{shlex.join(command)}: ended with status {done.returncode}: {''.join(last)}")
+        workdir = pathlib.Path(folder) / "run"
+        summary = json.loads((workdir / "summary.json").read_text())
+        steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "settings": settings, "command": shlex.join(command), **rows_file.here_and_now(), **measures(summary, steps),
+        **{key: summary[key] for key in ("commit", "versions", "params_total", "params_active", "steps")},
+    }  # fmt: skip
+
+
+def measures(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The final held-out loss, nats per byte, and means over the last steps and the MoE layers of the others."""
+    late = steps[-max(1, int(len(steps) * LATE)) :]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(statistics.fmean(v) if isinstance(v := row[key], list) else v for row in late)
+
+    others = ("max_vio", "dropped_fraction", "dead_experts", "gate_entropy")
+    return {"heldout_loss": summary["heldout_loss"], **{key: mean(key) for key in others}}
+
+
+def markdown(table: Table, rows: list[dict[str, Any]]) -> str:
+    """A Markdown table for each section: mean over the seeds and, of the loss, the standard deviation."""
+    first = rows[0]
+    lines = [
+        f"{first['steps']} steps, {len(table.seeds)} seeds; measures over the last quarter of the steps and all MoE "
+        f"layers, gate entropy in nats; jax {first['versions']['jax']}, commit {first['commit']}.",
+    ]
+    for title, variants in table.sections.items():
+        published = [name for name in variants if name in table.published]
+        heads = ["variant", *(what for what, _, _ in MEASURES), *(["published"] if published else [])]
+        lines += ["", f"**{title}**", "", "| " + " | ".join(heads) + " |"]
+        lines.append("| --- |" + " ---: |" * len(MEASURES) + (" --- |" if published else ""))
+        for name, settings in variants.items():
+            chosen = {**table.settings, **settings}
+            of_seeds = [
+                row for row in rows if {**row["settings"], "train.seed": None} == {**chosen, "train.seed": None}
+            ]
+            cells = [f"`{name}`", *_cells(of_seeds)]
+            lines.append("| " + " | ".join(cells + ([table.published.get(name, "")] if published else [])) + " |")
+    return "\n".join(lines)
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+    cells = []
+    for _, key, form in MEASURES:
+        of_seeds = [row[key] for row in rows]
+        text = form.format(statistics.fmean(of_seeds)) if of_seeds else "\N{EN DASH}"
+        if key == "heldout_loss" and len(of_seeds) > 1:
+            text += f" ± {statistics.stdev(of_seeds):.3f}"
+        cells.append(text)
+    return cells
+
+
+if __name__ == "__main__":
+    run(main)
