@@ -31,6 +31,7 @@ from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, writ
 from fef.model import make_device
 from fef.pool.ledger import PURPOSES, WAITS, Units, bytes_by_leaf, bytes_by_purpose, bytes_received, relays
 from fef.pool.pool import Pool, current
+from fef.profiler import Profiler
 from fef.report import write_report
 from fef.sample import sample
 from fef.step import Stepper, TrainState, count_params, is_expert
@@ -39,7 +40,7 @@ from fef.testing.traces import Trace, TraceHeader, TraceWriter
 
 _CALIBRATION = "calibration.json"
 _RUN_FILES = [_CALIBRATION, "config.json", "changes.jsonl", "metrics.jsonl", "summary.json", "report.html"]
-_RUN_FILES += ["checkpoints", "tensorboard"]
+_RUN_FILES += ["checkpoints", "tensorboard", "profile"]
 _SUMMARY_ROWS = 20  # last rows over which the summary averages what fluctuates
 
 
@@ -129,6 +130,8 @@ class Training:
         if hosts.is_main():
             self._open_files(step, changes)
         self.replay, self.record = self._traces()
+        self.profiler = Profiler(self.folder / "profile", self.config.run.profile_steps, self.step)
+        self.stack.callback(self.profiler.close)
         say(self._start_line())
 
     def _check_same_folder(self, step: int | None) -> None:
@@ -224,7 +227,7 @@ class Training:
         ) as bar:
             while True:
                 start = time.perf_counter()
-                self.state, metrics = train_step(self.state, batch, replay)
+                self.state, metrics = self.profiler.run(self.step + 1, train_step, self.state, batch, replay)
                 metrics = jax.device_get(metrics)
                 step_ms = (time.perf_counter() - start) * 1e3 + data_ms
                 self.step += 1

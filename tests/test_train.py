@@ -1,6 +1,7 @@
 """A run: what it leaves, how it goes on after a kill or with other settings, and what it refuses."""
 
 import contextlib
+import gzip
 import io
 import json
 import math
@@ -24,6 +25,7 @@ from fef.config import ConfigError, UserError
 from fef.dispatch import DISPATCHERS
 from fef.metrics import load_entropy, read_jsonl
 from fef.pool.pool import Pool
+from fef.profiler import Profiler
 from fef.registry import scan
 from fef.routing import ROUTERS
 from fef.step import is_expert
@@ -230,6 +232,48 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(members, dispatcher
         assert f"config.{key}: {old!r} -> {new!r}" in out.getvalue()
         assert [key, old, new] in summary["run_fields_changed"]
         assert {"step": 6, "key": key, "old": old, "new": new} in read_jsonl(six_steps_copy / "changes.jsonl")[0]
+
+
+# A trace of some steps.
+
+
+def traced_steps(folder):
+    """The steps marked in each trace, in the order of time."""
+    steps = []
+    for path in sorted(folder.glob("profile/plugins/profile/*/*.trace.json.gz")):
+        events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if "ts" in event]
+        marks = sorted((event["ts"], event["args"]["step_num"]) for event in events if event["name"] == "train")
+        steps.append([int(step) for _, step in marks])
+    return steps
+
+
+def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path):
+    _, out = run(tmp_path, {"run.profile_steps": (2, 3), "train.steps": 4, "moe.every": 0})
+    line = f"trace of steps 2 to 3: {tmp_path}/profile; "
+    assert out.count(line) == 1 and "xprof" in out and "perfetto" in out
+    assert traced_steps(tmp_path) == [[2, 3]]
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_steps_that_are_done_are_not_traced(tmp_path, capsys):
+    Profiler(tmp_path / "profile", (2, 3), done=4).run(5, lambda state: state, 0)
+    assert "no trace: config.run.profile_steps=(2, 3) are done, the run goes on at step 4" in capsys.readouterr().out
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_run_that_fails_leaves_no_trace_open(tmp_path):
+    def failing(state):
+        raise UserError("a step failed")
+
+    with pytest.raises(UserError, match="a step failed"), contextlib.ExitStack() as stack:
+        profiler = Profiler(tmp_path / "profile", (1, 3), done=1)
+        stack.callback(profiler.close)
+        assert profiler.run(1, lambda state: state + 1, 1) == 2  # done before: not traced
+        assert profiler.run(2, lambda state: state + 1, 1) == 2
+        profiler.run(3, failing, 1)
+    assert traced_steps(tmp_path) == [[2, 3]]
+    with pytest.raises(RuntimeError, match="No profile started"):
+        jax.profiler.stop_trace()
 
 
 # What a run refuses.
