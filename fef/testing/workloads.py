@@ -203,3 +203,19 @@ WORKLOADS: dict[str, Callable[[int, int, int, int, int, int], tuple[np.ndarray, 
     "burst": _burst,
     "one_hot_expert": _one_hot_expert,
 }
+
+# Workloads that are nothing but a popularity of the experts, alike for every number of members -> steps after which it
+# comes again, for a number of experts.
+OF_EXPERTS: dict[str, Callable[[int], int]] = {
+    "balanced": lambda num_experts: 1,
+    "hot_experts": lambda num_experts: 1,
+    "rotating_hotspot": lambda num_experts: num_experts,
+    "burst": lambda num_experts: BURST_EVERY,
+    "one_hot_expert": lambda num_experts: 1,
+}
+
+
+def popularity_by_step(name: str, num_experts: int, num_choices: int, seed: int = 0) -> np.ndarray:
+    """(P, E): how popular each expert is in a step, which is row `step % P`. For the workloads in OF_EXPERTS."""
+    of_step = (WORKLOADS[name](1, 1, num_experts, num_choices, s, seed) for s in range(OF_EXPERTS[name](num_experts)))
+    return np.stack([popularity_E for popularity_E, _ in of_step])

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from fef.pool.table import ExpertTable
-from fef.testing.workloads import BURST_EVERY, HOT, WORKLOADS, workload
+from fef.testing.workloads import BURST_EVERY, HOT, OF_EXPERTS, WORKLOADS, popularity_by_step, workload
 
 SHAPES = [(4, 64, 8, 2), (1, 32, 4, 1), (4, 16, 3, 3), (8, 24, 5, 2), (2, 16, 1, 1)]  # R, T, E, K
 
@@ -107,3 +107,20 @@ def test_unknown_names_and_too_many_choices_are_refused():
 def test_one_hot_expert_has_its_share(num_experts, num_choices, share):
     load_E = workload("one_hot_expert", 4, 4096, num_experts, num_choices, seed=3).metrics["load_E"].sum(0)
     assert load_E.argmax() == 3 and load_E[3] / load_E.sum() == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_some_workloads_are_a_popularity_of_experts_that_comes_again(name):
+    """Alike for all numbers of members and tokens, and periodic; the others do depend on the members."""
+    members = ((1, 1), (2, 16), (4, 64))
+    given = [[WORKLOADS[name](*shape, 6, 2, step, 3) for shape in members] for step in range(13)]
+    is_alike = all(
+        np.array_equal(popularity_E, of_step[0][0]) and (num_tokens_R == num_tokens).all()
+        for of_step in given
+        for (popularity_E, num_tokens_R), (_, num_tokens) in zip(of_step, members, strict=True)
+    )
+    assert is_alike == (name in OF_EXPERTS)
+    if is_alike:
+        popularity_PE = popularity_by_step(name, 6, 2, seed=3)
+        for step, of_step in enumerate(given):
+            np.testing.assert_array_equal(popularity_PE[step % len(popularity_PE)], of_step[0][0])
