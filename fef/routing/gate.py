@@ -38,6 +38,12 @@ def count_by_expert(expert: jax.Array, counted: jax.Array, num_experts: int) -> 
     return one_hot.reshape(-1, num_experts).sum(0)
 
 
+def count_by_sequence(expert_BSK: jax.Array, mask_BS: jax.Array, num_experts: int) -> jax.Array:
+    """Counts (B, E) int32 of each sequence's picks, padding not counted."""
+    one_hot_BSKE = jax.nn.one_hot(expert_BSK, num_experts, dtype=jnp.int32) * mask_BS[..., None, None]
+    return one_hot_BSKE.sum((1, 2))
+
+
 def token_choice(
     expert_BSK: jax.Array,
     weight_BSK: jax.Array,

@@ -15,7 +15,14 @@ from fef.routing import RouterContext
 
 
 def aux_loss_share(
-    logits_BSE: jax.Array, load_E: jax.Array, ctx: RouterContext, *, balance_coef: float, z_coef: float
+    logits_BSE: jax.Array,
+    load_E: jax.Array,
+    ctx: RouterContext,
+    *,
+    balance_coef: float,
+    z_coef: float,
+    load_BE: jax.Array | None = None,
+    last_step: dict[str, jax.Array] | None = None,
 ) -> jax.Array:
     """balance_coef * load-balance loss + z_coef * z-loss of one layer, this member's share, () float32.
 
@@ -25,15 +32,31 @@ def aux_loss_share(
       ctx: gives the mask and `psum`, which is called once, and not at all when both coefficients are 0.
       balance_coef: factor >= 0.
       z_coef: factor >= 0.
+      load_BE: (B, E) int32, the choices of each sequence: the load is then balanced within sequences.
+      last_step: `load_E` and `tokens` of all microbatches of the last optimizer step: f_e is then taken from them,
+        and from this microbatch only if they counted no token (the first step).
     """
     if not (balance_coef or z_coef):
         return jnp.zeros((), jnp.float32)
     total = ctx.psum({"load_E": load_E, "tokens": jnp.sum(ctx.mask_BS, dtype=jnp.int32)})
-    balance = load_balance_share(logits_BSE, ctx.mask_BS, total["load_E"], total["tokens"])
-    return balance_coef * balance + z_coef * z_share(logits_BSE, ctx.mask_BS, total["tokens"])
+    tokens = total["tokens"]
+    if load_BE is not None:
+        balance = sequence_balance_share(logits_BSE, ctx.mask_BS, load_BE, tokens)
+    else:
+        counted = total
+        if last_step is not None:
+            counted = jax.tree.map(lambda last, now: jnp.where(last_step["tokens"] > 0, last, now), last_step, total)
+        balance = load_balance_share(logits_BSE, ctx.mask_BS, counted["load_E"], tokens, counted["tokens"])
+    return balance_coef * balance + z_coef * z_share(logits_BSE, ctx.mask_BS, tokens)
 
 
-def load_balance_share(logits_BSE: jax.Array, mask_BS: jax.Array, load_E: jax.Array, tokens: jax.Array) -> jax.Array:
+def load_balance_share(
+    logits_BSE: jax.Array,
+    mask_BS: jax.Array,
+    load_E: jax.Array,
+    tokens: jax.Array,
+    load_tokens: jax.Array | None = None,
+) -> jax.Array:
     """Share of E * sum_e f_e * P_e, () float32; the whole is K when the load is balanced and E when one expert has all.
 
     f_e = choices of expert e / tokens (sums to K), P_e = mean softmax probability of e; both over the unmasked tokens
@@ -44,14 +67,39 @@ def load_balance_share(logits_BSE: jax.Array, mask_BS: jax.Array, load_E: jax.Ar
       mask_BS: (B, S) bool, this member's.
       load_E: (E,) int32, choices before drops, summed over all members.
       tokens: () int32, unmasked tokens of all members.
+      load_tokens: () int32, the tokens that `load_E` counts, where these are not `tokens`.
 
     Gradient: through P only; the counts have none.
-    Source: Fedus, Zoph, Shazeer, "Switch Transformers", 2021, section 2.2, equations 4-6.
+    Sources: Fedus, Zoph, Shazeer, "Switch Transformers", 2021, section 2.2, equations 4-6; Qiu et al., "Demons in the
+    Detail: On Implementing Load Balancing Loss for Training Specialized Mixture-of-Expert Models", 2025, section 3
+    (load_E of more than one microbatch).
     """
-    num_tokens = jnp.maximum(tokens, 1).astype(jnp.float32)
+    num_tokens = _at_least_one(tokens)
     probs_BSE = jnp.where(mask_BS[..., None], jax.nn.softmax(logits_BSE), 0.0)
-    fraction_E = load_E.astype(jnp.float32) / num_tokens
+    fraction_E = load_E.astype(jnp.float32) / (num_tokens if load_tokens is None else _at_least_one(load_tokens))
     return logits_BSE.shape[-1] * jnp.sum(fraction_E * probs_BSE.sum((0, 1)) / num_tokens)
+
+
+def sequence_balance_share(
+    logits_BSE: jax.Array, mask_BS: jax.Array, load_BE: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """Share of the mean over sequences of E * sum_e f_e * P_e, both of one sequence's unmasked tokens, () float32.
+
+    A sequence counts by its unmasked tokens, so that padding, or a sequence of padding, changes nothing.
+
+    Args:
+      logits_BSE: (B, S, E) float32, this member's; P is their softmax.
+      mask_BS: (B, S) bool, this member's.
+      load_BE: (B, E) int32, choices of each sequence before drops.
+      tokens: () int32, unmasked tokens of all members.
+
+    Gradient: through P only.
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2, equations 17-20, there divided by K.
+    """
+    probs_BSE = jnp.where(mask_BS[..., None], jax.nn.softmax(logits_BSE), 0.0)
+    # n_b/tokens * (load/n_b) * (sum of P/n_b): one of the three n_b remains
+    products_B = jnp.sum(load_BE * probs_BSE.sum(1), axis=-1) / _at_least_one(mask_BS.sum(1))
+    return logits_BSE.shape[-1] * jnp.sum(products_B) / _at_least_one(tokens)
 
 
 def z_share(logits_BSE: jax.Array, mask_BS: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -65,4 +113,8 @@ def z_share(logits_BSE: jax.Array, mask_BS: jax.Array, tokens: jax.Array) -> jax
     Source: Zoph et al., "ST-MoE", 2022, section 3.1, equation 5.
     """
     squares_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
-    return jnp.sum(jnp.where(mask_BS, squares_BS, 0.0)) / jnp.maximum(tokens, 1).astype(jnp.float32)
+    return jnp.sum(jnp.where(mask_BS, squares_BS, 0.0)) / _at_least_one(tokens)
+
+
+def _at_least_one(count: jax.Array) -> jax.Array:
+    return jnp.maximum(count, 1).astype(jnp.float32)

@@ -4,7 +4,8 @@
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017 (top-k gating); Jiang et al., "Mixtral of Experts",
 2024, section 2.1 (renormalised; softmax over the K best logits is the same thing); Muennighoff et al., "OLMoE", 2024
-(not renormalised).
+(not renormalised); Qiu et al., "Demons in the Detail", 2025, section 3 (balance over all microbatches of a step: there
+the counts of the step itself; as this needs a second pass over the batch, those of the step before stand in here).
 """
 
 import dataclasses
@@ -16,7 +17,15 @@ import jax.numpy as jnp
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.capacity import within_capacity
-from fef.routing.gate import check_choices, count_by_expert, gate_entropy, gate_logits, init_gate, token_choice
+from fef.routing.gate import (
+    check_choices,
+    count_by_expert,
+    count_by_sequence,
+    gate_entropy,
+    gate_logits,
+    init_gate,
+    token_choice,
+)
 from fef.routing.losses import aux_loss_share
 
 
@@ -35,6 +44,13 @@ class TopK:
             True, "model", "divide a token's K weights by their sum; no effect at K = 1, where the gate would not learn"
         )
         balance_coef: float = knob(0.01, "model", "factor of the load-balance loss", ge=0)
+        balance_scope: str = knob(
+            "microbatch",
+            "model",
+            "where the load is balanced: in a microbatch, in each sequence, or in all microbatches of a step (global: "
+            "by the counts of the last step)",
+            choices=("microbatch", "sequence", "global"),
+        )
         z_coef: float = knob(0.001, "model", "factor of the router z-loss", ge=0)
         capacity_factor: float = knob(
             0.0, "model", "in training an expert takes this times K*S/E tokens of a sequence; 0 drops none", ge=0
@@ -57,7 +73,12 @@ class TopK:
         return {"gate_DE": init_gate(key, d_model, self.num_experts)}
 
     def init_state(self) -> Any:
-        return {}
+        if self.options.balance_scope != "global":
+            return {}
+        return {"load_E": jnp.zeros(self.num_experts, jnp.int32), "tokens": jnp.int32(0)}
+
+    def next_state(self, state: Any, seen: Any) -> Any:
+        return seen
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         options, num_choices = self.options, self.num_choices
@@ -73,7 +94,16 @@ class TopK:
             kept_BSK = within_capacity(expert_BSK, claims_BSK, self.num_experts, options.capacity_factor)
 
         load_E = count_by_expert(expert_BSK, claims_BSK, self.num_experts)
-        aux_loss = aux_loss_share(logits_BSE, load_E, ctx, balance_coef=options.balance_coef, z_coef=options.z_coef)
+        in_sequences, in_step = options.balance_scope == "sequence", options.balance_scope == "global"
+        aux_loss = aux_loss_share(
+            logits_BSE,
+            load_E,
+            ctx,
+            balance_coef=options.balance_coef,
+            z_coef=options.z_coef,
+            load_BE=count_by_sequence(expert_BSK, ctx.mask_BS, self.num_experts) if in_sequences else None,
+            last_step=ctx.state if in_step else None,
+        )
         assignment = token_choice(
             expert_BSK,
             weight_BSK,
@@ -83,4 +113,5 @@ class TopK:
             entropy_BS=gate_entropy(logits_BSE),
             aux_loss=aux_loss,
         )
-        return assignment, {}
+        seen = {"load_E": load_E, "tokens": assignment.metrics["tokens"]} if in_step else {}
+        return assignment, seen

@@ -25,7 +25,11 @@ def default(name):
 
 
 REGISTERED = {name: default(name) for name in ROUTERS}
-WITH_OPTIONS = {"top_k with drops": TopK(4, 3, TopK.Options(renormalise=False, capacity_factor=1.0))}
+WITH_OPTIONS = {
+    "top_k with drops": TopK(4, 3, TopK.Options(renormalise=False, capacity_factor=1.0)),
+    "top_k balanced in sequences": TopK(4, 2, TopK.Options(balance_scope="sequence")),
+    "top_k balanced in steps": TopK(4, 2, TopK.Options(balance_scope="global")),
+}
 
 
 @pytest.mark.parametrize("router", [*REGISTERED.values(), *WITH_OPTIONS.values()], ids=[*REGISTERED, *WITH_OPTIONS])

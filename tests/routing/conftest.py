@@ -9,7 +9,7 @@ import pytest
 from fef.routing import RouterContext
 
 
-def _context(mask_BS, train=True, psum=lambda statistics: statistics):
+def _context(mask_BS, train=True, psum=lambda statistics: statistics, state=None):
     mask_BS = jnp.asarray(mask_BS, bool)
     return RouterContext(
         mask_BS=mask_BS,
@@ -18,15 +18,15 @@ def _context(mask_BS, train=True, psum=lambda statistics: statistics):
         step=jnp.int32(0),
         key=jax.random.key(0),
         train=train,
-        state={},
+        state={} if state is None else state,
         psum=psum,
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _route(router, logits_BSE, mask_BS, train):
+def _route(router, logits_BSE, mask_BS, train, state):
     params = {"gate_DE": jnp.eye(logits_BSE.shape[-1])}
-    return router(params, logits_BSE, _context(mask_BS, train))[0]
+    return router(params, logits_BSE, _context(mask_BS, train, state=state))
 
 
 @pytest.fixture
@@ -36,9 +36,11 @@ def make_context():
 
 @pytest.fixture
 def route():
-    def run(router, logits_BSE, mask_BS=None, train=True):
+    def run(router, logits_BSE, mask_BS=None, train=True, state=None, with_seen=False):
         logits_BSE = jnp.asarray(logits_BSE, jnp.float32)
         mask_BS = jnp.ones(logits_BSE.shape[:2], bool) if mask_BS is None else jnp.asarray(mask_BS, bool)
-        return _route(router, logits_BSE, mask_BS, train)
+        state = router.init_state() if state is None else state
+        assignment, seen = _route(router, logits_BSE, mask_BS, train, state)
+        return (assignment, seen) if with_seen else assignment
 
     return run

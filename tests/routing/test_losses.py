@@ -121,3 +121,45 @@ def test_loss_without_coefficients_needs_no_collective(make_context):
 
     ctx = make_context(np.ones((1, 3)), psum=psum)
     assert aux_loss_share(jnp.ones((1, 3, 4)), jnp.ones(4), ctx, balance_coef=0.0, z_coef=0.0) == 0
+
+
+# Two sequences of E=2, K=1; rows are logits ln p. Sequence 0: p0 = 0.9, 0.7; both tokens pick expert 0.
+# Sequence 1: p0 = 0.2, the second token is padding; it picks expert 1.
+SCOPED = np.log([[[0.9, 0.1], [0.7, 0.3]], [[0.2, 0.8], [0.9, 0.1]]])
+SCOPED_MASK = [[True, True], [True, False]]
+
+
+def scoped(scope, coef=1.0):
+    return TopK(2, 1, TopK.Options(balance_coef=coef, z_coef=0.0, balance_scope=scope))
+
+
+def test_balance_within_sequences_by_hand(route):
+    # sequence 0: f = 1, 0 and P0 = 0.8: 2 * 0.8 = 1.6; sequence 1: f = 0, 1 and P1 = 0.8: 1.6.
+    # Over 2 and 1 real tokens the mean is 1.6; the microbatch as a whole: f = 2/3, 1/3, P = 0.6, 0.4:
+    # 2 * (2/3 * 0.6 + 1/3 * 0.4) = 16/15
+    assert float(route(scoped("sequence"), SCOPED, SCOPED_MASK).aux_loss) == pytest.approx(1.6, rel=1e-6)
+    assert float(route(scoped("microbatch"), SCOPED, SCOPED_MASK).aux_loss) == pytest.approx(16 / 15, rel=1e-6)
+
+
+def test_sequences_count_by_their_real_tokens(route):
+    # as above with p0 = 0.4 in sequence 1: 2 * 0.6 = 1.2, and (2 * 1.6 + 1 * 1.2) / 3 = 22/15
+    logits = np.array(SCOPED)
+    logits[1, 0] = np.log([0.4, 0.6])
+    assert float(route(scoped("sequence"), logits, SCOPED_MASK).aux_loss) == pytest.approx(22 / 15, rel=1e-6)
+
+
+def test_balance_over_a_step_takes_the_counts_of_the_last_one(route):
+    router = scoped("global")
+    first, seen = route(router, SCOPED, SCOPED_MASK, with_seen=True)
+    assert float(first.aux_loss) == pytest.approx(16 / 15, rel=1e-6)  # nothing was counted yet: the microbatch's own
+    np.testing.assert_array_equal(seen["load_E"], [2, 1])
+    assert seen["tokens"] == 3
+    # two microbatches with 6 choices of expert 0 and 2 of expert 1: f = 3/4, 1/4; P = 0.6, 0.4 as before:
+    # 2 * (0.75 * 0.6 + 0.25 * 0.4) = 1.1
+    state = router.next_state(router.init_state(), {"load_E": jnp.array([6, 2]), "tokens": jnp.int32(8)})
+    assert float(route(router, SCOPED, SCOPED_MASK, state=state).aux_loss) == pytest.approx(1.1, rel=1e-6)
+
+
+def test_microbatches_without_balance_coefficient_still_count(route):
+    _, seen = route(scoped("global", coef=0.0), SCOPED, SCOPED_MASK, with_seen=True)
+    assert seen["tokens"] == 3
