@@ -8,6 +8,7 @@ import pytest
 from fef.config import ConfigError
 from fef.registry import scan
 from fef.routing import ROUTERS, RouterContext
+from fef.routing.sigmoid_bias import SigmoidBias
 from fef.routing.top_k import TopK
 from fef.sharding import AXES, REPLICATED, TOKENS, island, make_mesh
 from fef.testing import check_router
@@ -26,6 +27,9 @@ def default(name):
 
 REGISTERED = {name: default(name) for name in ROUTERS}
 WITH_OPTIONS = {
+    "sigmoid_bias in groups": SigmoidBias(
+        4, 2, SigmoidBias.Options(normalise=False, n_groups=2, topk_groups=1, sequence_coef=0.0)
+    ),
     "top_k with drops": TopK(4, 3, TopK.Options(renormalise=False, capacity_factor=1.0)),
     "top_k balanced in sequences": TopK(4, 2, TopK.Options(balance_scope="sequence")),
     "top_k balanced in steps": TopK(4, 2, TopK.Options(balance_scope="global")),
