@@ -30,7 +30,7 @@ SETTINGS = {
     "run.report": False,
     "run.tensorboard": False,
 }
-# Models and metrics are others': what can be compared is the direction. Wang et al., "Auxiliary-Loss-Free Load Balancing
+# Of other models and texts: only the direction can be compared. Wang et al., "Auxiliary-Loss-Free Load Balancing
 # Strategy for Mixture-of-Experts", 2024, 1B parameters; Fedus, Zoph, Shazeer, "Switch Transformers", 2021, table 1.
 PUBLISHED = {
     "aux loss 0.01": "perplexity 9.56, MaxVio 0.72 (coefficient 0.001)",
