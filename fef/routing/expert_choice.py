@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.capacity import expert_capacity
-from fef.routing.gate import check_choices, count_by_expert, gate_entropy, gate_logits, init_gate
+from fef.routing.gate import LinearGate, count_by_expert, gate_entropy, gate_logits
 
 
 @ROUTERS.register("expert_choice")
 @dataclasses.dataclass(frozen=True)
-class ExpertChoice:
+class ExpertChoice(LinearGate):
     """Expert choice within each sequence; N = B*E*C, place (b*E + e)*C + c is the c-th best token of expert e.
 
     A padded sequence gives each expert only its share of the real tokens (their number in place of S), so padding
@@ -43,18 +43,7 @@ class ExpertChoice:
     causal = False
     equivariant = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
-
-    def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
-
-    def init_state(self) -> Any:
-        return {}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         seq_len, num_experts = x_BSD.shape[1], self.num_experts

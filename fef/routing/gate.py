@@ -1,5 +1,7 @@
-"""What the schemes with a linear gate share: parameters, logits, entropy, checks of K and options, the Assignment."""
+"""What the schemes with a linear gate share: fields, parameters, logits, entropy, weights, counts, the Assignment."""
 
+import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -8,6 +10,30 @@ import jax.numpy as jnp
 
 from fef.config import ConfigError, check_fields
 from fef.routing import Assignment
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearGate:
+    """Fields, checks, parameters and (no) state of a scheme with a gate (D, E); it overrides what it has otherwise.
+
+    A scheme gives `options` its type and a default, and is a frozen dataclass itself.
+
+    Raises:
+      ConfigError: see `check_choices`.
+    """
+
+    num_experts: int
+    num_choices: int
+    options: Any
+
+    def __post_init__(self) -> None:
+        check_choices(self.num_experts, self.num_choices, self.options)
+
+    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
+        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
+
+    def init_state(self) -> Any:
+        return {}
 
 
 def init_gate(key: jax.Array, d_model: int, num_experts: int) -> jax.Array:
@@ -40,8 +66,8 @@ def count_by_expert(expert: jax.Array, counted: jax.Array, num_experts: int) -> 
 
 def count_by_sequence(expert_BSK: jax.Array, mask_BS: jax.Array, num_experts: int) -> jax.Array:
     """Counts (B, E) int32 of each sequence's picks, padding not counted."""
-    one_hot_BSKE = jax.nn.one_hot(expert_BSK, num_experts, dtype=jnp.int32) * mask_BS[..., None, None]
-    return one_hot_BSKE.sum((1, 2))
+    counted_BSK = jnp.broadcast_to(mask_BS[..., None], expert_BSK.shape)
+    return jax.vmap(functools.partial(count_by_expert, num_experts=num_experts))(expert_BSK, counted_BSK)
 
 
 def token_choice(
@@ -81,6 +107,14 @@ def token_choice(
         metrics=metrics,
         num_choices=num_choices,
     )
+
+
+def sigmoid_weights(log_scores_BSE: jax.Array, expert_BSK: jax.Array, *, normalise: bool) -> jax.Array:
+    """Scores (B, S, K) of the chosen experts from their logarithms; divided by their sum if asked and K > 1."""
+    log_scores_BSK = jnp.take_along_axis(log_scores_BSE, expert_BSK, axis=-1)
+    if normalise and expert_BSK.shape[-1] > 1:
+        return jax.nn.softmax(log_scores_BSK)
+    return jnp.exp(log_scores_BSK)
 
 
 def check_choices(num_experts: int, num_choices: int, options: Any) -> None:

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from fef.config import ConfigError, knob
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import check_choices, count_by_expert, gate_entropy, gate_logits, init_gate, token_choice
+from fef.routing.gate import LinearGate, count_by_expert, gate_entropy, gate_logits, token_choice
 from fef.routing.losses import aux_loss_share
 
 
 @ROUTERS.register("gpt_oss")
 @dataclasses.dataclass(frozen=True)
-class GptOss:
+class GptOss(LinearGate):
     """Dropless top-k token choice by logits with a bias.
 
     Raises:
@@ -37,25 +37,17 @@ class GptOss:
     causal = True
     equivariant = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
+        super().__post_init__()
         if self.num_choices == 1:
             raise ConfigError(
                 "moe.num_choices", 1, "gpt_oss has weight 1 for a single choice, so its gate would not learn; use top_k"
             )
 
     def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {
-            "gate_DE": init_gate(key, d_model, self.num_experts),
-            "bias_E": jnp.zeros(self.num_experts, jnp.float32),
-        }
-
-    def init_state(self) -> Any:
-        return {}
+        return super().init(key, d_model) | {"bias_E": jnp.zeros(self.num_experts, jnp.float32)}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         logits_BSE = gate_logits(params["gate_DE"], x_BSD) + params["bias_E"][None, None]

@@ -23,13 +23,12 @@ import jax.numpy as jnp
 
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import check_choices, gate_entropy, gate_logits, init_gate, token_choice
-from fef.routing.sigmoid_bias import sigmoid_weights
+from fef.routing.gate import LinearGate, gate_entropy, gate_logits, sigmoid_weights, token_choice
 
 
 @ROUTERS.register("quantile_bias")
 @dataclasses.dataclass(frozen=True)
-class QuantileBias:
+class QuantileBias(LinearGate):
     """Dropless token choice by sigmoid scores plus a bias (E,) float32 from quantiles, the router's state.
 
     Raises:
@@ -44,15 +43,7 @@ class QuantileBias:
     causal = True
     equivariant = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
-
-    def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
 
     def init_state(self) -> Any:
         return {"bias_E": jnp.zeros(self.num_experts, jnp.float32)}

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from fef.config import ConfigError, knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.gate import (
-    check_choices,
+    LinearGate,
     count_by_expert,
     count_by_sequence,
     gate_entropy,
     gate_logits,
-    init_gate,
+    sigmoid_weights,
     token_choice,
 )
 from fef.routing.losses import aux_loss_share
@@ -35,7 +35,7 @@ from fef.routing.losses import aux_loss_share
 
 @ROUTERS.register("sigmoid_bias")
 @dataclasses.dataclass(frozen=True)
-class SigmoidBias:
+class SigmoidBias(LinearGate):
     """Dropless token choice by sigmoid scores plus a bias (E,) float32, the router's state.
 
     Raises:
@@ -56,12 +56,10 @@ class SigmoidBias:
     causal = True
     equivariant = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
+        super().__post_init__()
         n_groups, topk_groups = self.options.n_groups, self.options.topk_groups
         if self.num_experts % n_groups:
             raise ConfigError(
@@ -75,9 +73,6 @@ class SigmoidBias:
                 topk_groups,
                 f"so few groups hold fewer experts than moe.num_choices={self.num_choices}; take more",
             )
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
 
     def init_state(self) -> Any:
         return {"bias_E": jnp.zeros(self.num_experts, jnp.float32)}
@@ -126,11 +121,3 @@ class SigmoidBias:
         _, group_BSJ = jax.lax.top_k(two_best.sum(-1), topk_groups)
         kept_BSG = jax.nn.one_hot(group_BSJ, n_groups, dtype=bool).any(-2)
         return jnp.where(kept_BSG[..., None], biased_BSGI, -jnp.inf).reshape(biased_BSE.shape)
-
-
-def sigmoid_weights(log_scores_BSE: jax.Array, expert_BSK: jax.Array, *, normalise: bool) -> jax.Array:
-    """Scores (B, S, K) of the chosen experts from their logarithms; divided by their sum if asked and K > 1."""
-    log_scores_BSK = jnp.take_along_axis(log_scores_BSE, expert_BSK, axis=-1)
-    if normalise and expert_BSK.shape[-1] > 1:
-        return jax.nn.softmax(log_scores_BSK)
-    return jnp.exp(log_scores_BSK)

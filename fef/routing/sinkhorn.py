@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import check_choices, gate_entropy, gate_logits, init_gate, token_choice
+from fef.routing.gate import LinearGate, gate_entropy, gate_logits, token_choice
 
 
 @ROUTERS.register("sinkhorn")
 @dataclasses.dataclass(frozen=True)
-class Sinkhorn:
+class Sinkhorn(LinearGate):
     """Dropless token choice, balanced within each sequence in training.
 
     Raises:
@@ -39,18 +39,7 @@ class Sinkhorn:
     causal = False
     equivariant = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
-
-    def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
-
-    def init_state(self) -> Any:
-        return {}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         logits_BSE = gate_logits(params["gate_DE"], x_BSD)

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from fef.config import ConfigError, knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.capacity import within_capacity
-from fef.routing.gate import check_choices, count_by_expert, gate_entropy, gate_logits, init_gate, token_choice
+from fef.routing.gate import LinearGate, count_by_expert, gate_entropy, gate_logits, token_choice
 from fef.routing.losses import aux_loss_share
 
 
 @ROUTERS.register("switch")
 @dataclasses.dataclass(frozen=True)
-class Switch:
+class Switch(LinearGate):
     """Top-1 token choice with a capacity per sequence.
 
     Raises:
@@ -41,8 +41,6 @@ class Switch:
 
     causal = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
@@ -52,17 +50,11 @@ class Switch:
                 self.num_choices,
                 "switch sends each token to one expert; set config.moe.num_choices=1 or config.moe.router=top_k",
             )
-        check_choices(self.num_experts, self.num_choices, self.options)
+        super().__post_init__()
 
     @property
     def equivariant(self) -> bool:
         return not self.options.capacity_factor
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
-
-    def init_state(self) -> Any:
-        return {}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         options = self.options

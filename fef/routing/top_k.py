@@ -18,12 +18,11 @@ from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.capacity import within_capacity
 from fef.routing.gate import (
-    check_choices,
+    LinearGate,
     count_by_expert,
     count_by_sequence,
     gate_entropy,
     gate_logits,
-    init_gate,
     token_choice,
 )
 from fef.routing.losses import aux_loss_share
@@ -31,7 +30,7 @@ from fef.routing.losses import aux_loss_share
 
 @ROUTERS.register("top_k")
 @dataclasses.dataclass(frozen=True)
-class TopK:
+class TopK(LinearGate):
     """Top-k token choice with a softmax gate; dropless unless `capacity_factor` is set.
 
     Raises:
@@ -58,19 +57,11 @@ class TopK:
 
     causal = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
-
-    def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
 
     @property
     def equivariant(self) -> bool:
         return not self.options.capacity_factor
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
 
     def init_state(self) -> Any:
         if self.options.balance_scope != "global":
