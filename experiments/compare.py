@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import pathlib
-import runpy
 import shlex
 import signal
 import statistics
@@ -27,17 +26,10 @@ import tqdm
 from absl import flags
 
 from experiments import rows_file
-from experiments.flags import ROOT, parse_flags, run
+from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
-SOURCES = (
-    "fef/**/*.py",
-    "fef/**/*.h",
-    "fef/**/*.cc",
-    "experiments/bench_stack.py",
-    "experiments/l*.py",
-    "scripts/*.sh",
-)
+SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/l*.py", "scripts/*.sh")
 GRACE_S = 10.0
 
 
@@ -100,7 +92,7 @@ def main(argv: list[str]) -> None:
     if not values.config:
         raise UserError("--config is missing: name a grid, such as configs/compare/envelope.py")
     grid = load_grid(values.config)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of all that is to be ended
+    exit_on_sigterm()
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
     code = rows_file.digest(SOURCES)
     rows = rows_file.read(results, code)
@@ -127,13 +119,7 @@ def load_grid(path: str) -> Grid:
     """
     if not pathlib.Path(path).is_file():
         raise UserError(f"--config={path}: no such file")
-    names = runpy.run_path(path)
-    if "get_grid" not in names:
-        raise UserError(f"{path}: has no function get_grid(); it must return a dict of what is combined")
-    try:
-        return Grid(**names["get_grid"]())
-    except TypeError as error:
-        raise UserError(f"{path}: get_grid(): {error}") from None
+    return from_file(pathlib.Path(path), "get_grid", Grid)
 
 
 def run_cell(

@@ -19,6 +19,8 @@ import math
 import os
 import pathlib
 import re
+import runpy
+import signal
 import sys
 import traceback
 import types
@@ -77,6 +79,11 @@ def run(main: Callable[[list[str]], int | None]) -> None:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def exit_on_sigterm() -> None:
+    """From now on SIGTERM ends this program by way of all that is to be ended: its processes and temporary files."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def parse(
@@ -294,6 +301,21 @@ def _get_config(path: str) -> Config:
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {type(config).__name__}, not a fef.config.Config")
     return config
+
+
+def from_file(path: pathlib.Path, function: str, cls: type) -> Any:
+    """An instance of a dataclass with the fields, a dict, that a function of a file returns.
+
+    Raises:
+      UserError: no such function, or a field that is unknown or missing.
+    """
+    names = runpy.run_path(str(path))
+    if function not in names:
+        raise UserError(f"{path}: has no function {function}(); it must return a dict of the fields of {cls.__name__}")
+    try:
+        return cls(**names[function]())
+    except TypeError as error:
+        raise UserError(f"{path}: {function}(): {error}") from None
 
 
 def _find(path: str) -> pathlib.Path:

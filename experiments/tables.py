@@ -11,23 +11,22 @@ command and the digest of the sources. The same command goes on where an interru
 import dataclasses
 import json
 import pathlib
-import runpy
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tqdm
 from absl import flags
 
 from experiments import rows_file
-from experiments.flags import ROOT, parse_flags, run
+from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
-SOURCES = ("fef/**/*.py", "fef/**/*.h", "fef/**/*.cc", "experiments/flags.py", "experiments/train.py")
+SOURCES = (*rows_file.FEF, "experiments/flags.py", "experiments/train.py")
 LATE = 0.25  # of a run's steps, over which its measures are averaged
 
 # Of a run, in the order of the columns: what, the row's key, its format.
@@ -56,15 +55,17 @@ class Table:
     sections: dict[str, dict[str, dict[str, Any]]]
     published: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def run(self, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+        """All settings of a variant's run."""
+        return {**self.settings, **settings, "train.seed": seed}
+
     def runs(self) -> list[dict[str, Any]]:
         """Seed by seed, so that an interrupted table has a bit of everything; equal runs of two sections once."""
-        runs = []
-        for seed in self.seeds:
-            for section in self.sections.values():
-                for settings in section.values():
-                    one = {**self.settings, **settings, "train.seed": seed}
-                    if one not in runs:
-                        runs.append(one)
+        variants = [settings for section in self.sections.values() for settings in section.values()]
+        runs: list[dict[str, Any]] = []
+        for one in (self.run(settings, seed) for seed in self.seeds for settings in variants):
+            if one not in runs:
+                runs.append(one)
         return runs
 
 
@@ -74,13 +75,10 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: list[str]) -> None:
-    names = [word for word in argv[1:] if not word.startswith("-")]
-    values = parse_flags([word for word in argv if word not in names], define, doc=__doc__ or "")
-    if len(names) != 1:
-        raise UserError(
-            f"{' '.join(names) or 'no table'}: name one table, such as python -m experiments.tables routing"
-        )
-    table, name = load_table(names[0]), names[0]
+    name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
+    values = parse_flags([argv[0], *argv[2:]] if name else argv, define, doc=__doc__ or "")
+    exit_on_sigterm()
+    table = load_table(name)
     path = pathlib.Path(values.results or ROOT / "results" / f"{name}.jsonl")
     code = rows_file.digest(SOURCES)
     rows = rows_file.read(path, code)
@@ -102,11 +100,8 @@ def load_table(name: str) -> Table:
     folder = ROOT / "configs" / "tables"
     names = sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
     if name not in names:
-        raise UserError(f"table {name!r}: there are {', '.join(names)}")
-    try:
-        return Table(**runpy.run_path(str(folder / f"{name}.py"))["get_table"]())
-    except (KeyError, TypeError) as error:
-        raise UserError(f"configs/tables/{name}.py: get_table(): {error}") from None
+        raise UserError(f"table {name!r}: there are {', '.join(names)}; write python -m experiments.tables NAME")
+    return from_file(folder / f"{name}.py", "get_table", Table)
 
 
 def train(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -140,12 +135,9 @@ def train(settings: dict[str, Any], timeout_s: float) -> dict[str, Any]:
 def measures(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
     """The final held-out loss, nats per byte, and means over the last steps and the MoE layers of the others."""
     late = steps[-max(1, int(len(steps) * LATE)) :]
-
-    def mean(key: str) -> float:
-        return statistics.fmean(statistics.fmean(v) if isinstance(v := row[key], list) else v for row in late)
-
     others = ("max_vio", "dropped_fraction", "dead_experts", "gate_entropy")
-    return {"heldout_loss": summary["heldout_loss"], **{key: mean(key) for key in others}}
+    means = {key: float(np.mean([row[key] for row in late])) for key in others}
+    return {"heldout_loss": summary["heldout_loss"], **means}
 
 
 def markdown(table: Table, rows: list[dict[str, Any]]) -> str:
@@ -161,16 +153,13 @@ def markdown(table: Table, rows: list[dict[str, Any]]) -> str:
         lines += ["", f"**{title}**", "", "| " + " | ".join(heads) + " |"]
         lines.append("| --- |" + " ---: |" * len(MEASURES) + (" --- |" if published else ""))
         for name, settings in variants.items():
-            chosen = {**table.settings, **settings}
-            of_seeds = [
-                row for row in rows if {**row["settings"], "train.seed": None} == {**chosen, "train.seed": None}
-            ]
-            cells = [f"`{name}`", *_cells(of_seeds)]
+            of_seeds = [table.run(settings, seed) for seed in table.seeds]
+            cells = [f"`{name}`", *_cells([row for row in rows if row["settings"] in of_seeds])]
             lines.append("| " + " | ".join(cells + ([table.published.get(name, "")] if published else [])) + " |")
     return "\n".join(lines)
 
 
-def _cells(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _cells(rows: list[dict[str, Any]]) -> list[str]:
     cells = []
     for _, key, form in MEASURES:
         of_seeds = [row[key] for row in rows]

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from fef import hosts
-from fef.hosts import say
 
 
 class Profiler:
@@ -28,7 +27,7 @@ class Profiler:
         self._folder, self._is_open = os.fspath(folder), False
         self._steps = range(max(steps[0], done + 1), steps[-1] + 1) if steps and hosts.is_main() else range(0)
         if steps and steps[-1] <= done:
-            say(f"no trace: config.run.profile_steps={steps} are done, the run goes on at step {done}")
+            hosts.say(f"no trace: config.run.profile_steps={steps} are done, the run goes on at step {done}")
 
     def run(self, step: int, train_step: Callable[..., Any], state: Any, *inputs: Any) -> Any:
         """What `train_step(state, *inputs)` gives; step `step` of the run, with all its results if it is traced."""
@@ -42,7 +41,7 @@ class Profiler:
             results = jax.block_until_ready(train_step(state, *inputs))
         if step == self._steps[-1]:
             self.close()
-            say(
+            hosts.say(
                 f"trace of steps {self._steps[0]} to {step}: {self._folder}; pip install xprof and "
                 f"xprof --logdir={self._folder}, or open its .trace.json.gz in https://ui.perfetto.dev"
             )

@@ -50,14 +50,15 @@ def _router(name: str, **options: Any) -> dict[str, Any]:
 
 
 def get_table() -> dict[str, Any]:
-    schemes = {name: _router(name) for name in ("top_k", "gpt_oss", "sigmoid_bias", "quantile_bias", "sinkhorn")}
-    schemes |= {"expert_choice": _router("expert_choice")}
-    schemes |= {name: _router(name) | ONE_CHOICE for name in ("switch",)}
-    none = {"balance_coef": 0.0, "z_coef": 0.0}
-    bias = {"normalise": True, "sequence_coef": 0.0}
-    balance = {"none": _router("top_k", **none), "aux loss 0.01": _router("top_k", z_coef=0.0)}
-    balance |= {f"bias, u = {u}": _router("sigmoid_bias", update_rate=u, **bias) for u in (0.01, 0.001, 0.0001)}
-    balance["bias, u = 0.001, and aux loss"] = _router("sigmoid_bias", normalise=True, sequence_coef=0.01)
+    names = ("top_k", "gpt_oss", "sigmoid_bias", "quantile_bias", "sinkhorn", "expert_choice")
+    schemes = {name: _router(name) for name in names} | {"switch": _router("switch") | ONE_CHOICE}
+    balance = {
+        "none": _router("top_k", balance_coef=0.0, z_coef=0.0),
+        "aux loss 0.01": _router("top_k", z_coef=0.0),
+    }
+    for rate in (0.01, 0.001, 0.0001):
+        balance[f"bias, u = {rate}"] = _router("sigmoid_bias", update_rate=rate, sequence_coef=0.0)
+    balance["bias, u = 0.001, and aux loss"] = _router("sigmoid_bias", update_rate=0.001, sequence_coef=0.01)
     capacity = {}
     for factor in (2.0, 1.25, 1.0):
         capacity[f"top-2, {factor}"] = _router("top_k", capacity_factor=factor)
