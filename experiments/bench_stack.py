@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 
 from experiments.flags import dispatcher_words, override, parse_flags, run
 from fef import hosts, provenance, sharding, startup
-from fef.config import Config, PoolConfig, UserError, validate
+from fef.config import Config, PoolConfig, UserError
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
 from fef.fabric import calibration, cost
@@ -45,6 +45,7 @@ from fef.pool.pool import Pool
 from fef.routing import Assignment
 from fef.sharding import EXPERTS, REPLICATED, island, named
 from fef.testing.workloads import WORKLOADS, workload
+from fef.validation import validate
 
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-3

@@ -33,11 +33,12 @@ from ml_collections import config_flags
 
 import fef.dispatch
 import fef.routing
-from fef.config import TYPES, Config, UserError, allowed, flatten, freeze, validate, walk
+from fef.config import TYPES, Config, UserError, allowed, flatten, freeze, walk
 from fef.pool.errors import PeerLostError
 from fef.registry import Registry, load_file, scan
 from fef.rendezvous import Job
 from fef.startup import JOIN_TIMEOUT_S
+from fef.validation import validate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EXIT_PEER_LOST = 75  # EX_TEMPFAIL of sysexits.h, as in fef/native/liveness.h: start the job again

@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import operator
-import os
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -90,10 +89,52 @@ class Section:
 
 
 @dataclasses.dataclass
+class AttentionConfig(Section):
+    """Variants of self-attention; the defaults are plain grouped-query attention."""
+
+    bias: bool = knob(False, "model", "biases of the query, key, value and output projections")
+    qk_norm: str = knob(
+        "none",
+        "model",
+        "RMSNorm of queries and keys: of each head (Qwen3), or of the whole projection (OLMoE)",
+        choices=("none", "head", "projection"),
+    )
+    sinks: bool = knob(False, "model", "a learned logit per head that takes its share of the softmax (gpt-oss)")
+    window: int = knob(0, "model", "positions that a query sees, its own included; 0 is all of them", ge=0)
+    window_every: int = knob(1, "model", "layers 0, n, 2n, ... have the window; the others see all", ge=1)
+
+
+@dataclasses.dataclass(unsafe_hash=True)  # so that layers can keep it
+class MlaConfig(Section):
+    """Multi-head latent attention: keys and values from a narrow latent, and one rotary key for all heads."""
+
+    kv_rank: int = knob(0, "model", "width of the latent of keys and values; 0 is ordinary attention", ge=0)
+    q_rank: int = knob(0, "model", "width of the latent of queries; 0 projects them straight", ge=0)
+    nope_dim: int = knob(128, "model", "width of a head's part of queries and keys without positions", ge=1)
+    rope_dim: int = knob(64, "model", "width of the rotary part, even", ge=2)
+    value_dim: int = knob(128, "model", "width of a head's values", ge=1)
+
+
+@dataclasses.dataclass(unsafe_hash=True)  # so that layers can keep it
+class YarnConfig(Section):
+    """Rotary positions stretched beyond the length that a model was trained on (YaRN)."""
+
+    factor: float = knob(1.0, "model", "how many times the trained length; 1 is plain rotary positions", ge=1)
+    original_len: int = knob(4096, "model", "positions that the model was trained on", ge=1)
+    beta_fast: float = knob(32.0, "model", "dimensions that turn more often than this over them keep their pace", gt=0)
+    beta_slow: float = knob(1.0, "model", "dimensions that turn less often than this go `factor` times slower", gt=0)
+    truncate: bool = knob(True, "model", "round the limits between these to whole dimensions")
+    attention_factor: float | None = knob(
+        None, "model", "factor of the rotated queries and keys; None means 0.1 ln(factor) + 1", gt=0
+    )
+    score_factor: float = knob(1.0, "model", "further factor of the attention scores (mscale_all_dim squared)", gt=0)
+
+
+@dataclasses.dataclass
 class ModelConfig(Section):
     """Shape and arithmetic of the decoder."""
 
-    vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes", ge=256)
+    vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes", ge=1)
     d_model: int = knob(128, "model", "D, width of the residual stream; without head_dim a multiple of num_heads", ge=1)
     num_layers: int = knob(4, "model", "number of decoder layers", ge=1)
     num_heads: int = knob(4, "model", "query heads", ge=1)
@@ -110,6 +151,9 @@ class ModelConfig(Section):
         "compute type; parameters, router and sums are float32",
         choices=("float32", "bfloat16"),
     )
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    mla: MlaConfig = dataclasses.field(default_factory=MlaConfig)
+    yarn: YarnConfig = dataclasses.field(default_factory=YarnConfig)
     scan_layers: bool = knob(False, "model", "stack equal layers and scan over them: smaller program, same function")
     remat: str = knob(
         "none",
@@ -425,18 +469,6 @@ def freeze(config: Any) -> None:
     object.__setattr__(config, "_is_frozen", True)
 
 
-def validate(config: Config) -> None:
-    """Checks everything that can be known before JAX starts, the router's own conditions included.
-
-    Raises ConfigError at the first fault.
-    """
-    check_fields(config)
-    _check_model(config)
-    _check_batch(config)
-    _check_profile(config)
-    _check_variants(config)
-
-
 def check_fields(config: Any) -> None:
     """Checks each knob by itself: type, finite, within its range or choices. Raises ConfigError."""
     for key, field, value in walk(config):
@@ -469,79 +501,7 @@ def head_dim(model: ModelConfig) -> int:
     return model.d_model // model.num_heads if model.head_dim is None else model.head_dim
 
 
-def _check_model(config: Config) -> None:
-    model, moe, optim = config.model, config.moe, config.optim
-    if model.head_dim is None and model.d_model % model.num_heads:
-        raise ConfigError("model.d_model", model.d_model, f"must be a multiple of model.num_heads={model.num_heads}")
-    if head_dim(model) % 2:
-        raise ConfigError("model.head_dim", head_dim(model), "rotary positions need an even head width")
-    if model.num_heads % model.num_kv_heads:
-        raise ConfigError("model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads={model.num_heads}")
-    if moe.num_choices > moe.num_experts:
-        raise ConfigError("moe.num_choices", moe.num_choices, f"must be <= moe.num_experts={moe.num_experts}")
-    if moe.leading_dense > model.num_layers:
-        raise ConfigError("moe.leading_dense", moe.leading_dense, f"must be <= model.num_layers={model.num_layers}")
-    if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
-        raise ConfigError("optim.decay_steps", optim.decay_steps, f"must be > optim.warmup_steps={optim.warmup_steps}")
-
-
-def _check_batch(config: Config) -> None:
-    mesh, data = config.mesh, config.data
-    if mesh.devices % mesh.data:
-        raise ConfigError("mesh.data", mesh.data, f"must divide mesh.devices={mesh.devices}")
-    parts = mesh.devices * config.train.microbatches
-    if data.batch_size % parts:
-        near = max(parts, round(data.batch_size / parts) * parts)
-        raise ConfigError(
-            "data.batch_size",
-            data.batch_size,
-            f"must be a multiple of mesh.devices * train.microbatches = {parts}; nearest: {near}",
-        )
-
-
-def _check_profile(config: Config) -> None:
-    steps, total = config.run.profile_steps, config.train.steps
-    if steps and not (len(steps) <= 2 and 1 <= steps[0] <= steps[-1] <= total):
-        remedy = f"must be one step or first,last with 1 <= first <= last <= train.steps={total}"
-        raise ConfigError("run.profile_steps", steps, remedy)
-
-
-def _check_variants(config: Config) -> None:
-    if not config.moe.every:
-        return  # a dense model has neither router nor dispatcher
-    routing, router = config.routing, _known(fef.routing.ROUTERS, "moe.router", config.moe.router)
-    dispatcher = _known(fef.dispatch.DISPATCHERS, "moe.dispatcher", config.moe.dispatcher)
-    _check_device(config, dispatcher)
-    router(config.moe.num_experts, config.moe.num_choices, getattr(routing, config.moe.router))
-    if not router.causal and not routing.allow_noncausal:
-        raise ConfigError(
-            "moe.router",
-            config.moe.router,
-            "looks at later tokens, so a decoder trained with it cannot generate; "
-            "set config.routing.allow_noncausal=True to train it all the same",
-        )
-    if routing.record and routing.replay:
-        raise ConfigError("routing.record", routing.record, f"cannot be used with routing.replay={routing.replay!r}")
-    if routing.replay and not os.path.isfile(routing.replay):
-        raise ConfigError("routing.replay", routing.replay, "no such file; give one written by config.routing.record")
-
-
-def _check_device(config: Config, dispatcher: Any) -> None:
-    device = config.device
-    if device.flops is None:
-        if not device.values:
-            raise ConfigError(
-                "device.values", device.values, "leaves the matmuls out, so say how long they take: device.flops"
-            )
-        return
-    if not dispatcher.models_device:
-        raise ConfigError("device.flops", device.flops, f"the {config.moe.dispatcher} dispatcher models no device time")
-    if config.model.remat != "none":
-        raise ConfigError("device.flops", device.flops, "does not cover recomputation; set config.model.remat='none'")
-
-
-def _known(registry: Registry, key: str, name: str) -> Any:
-    try:
-        return registry.get(name)
-    except ValueError as error:
-        raise ConfigError(key, name, str(error)) from None
+def windows(model: ModelConfig) -> list[int]:
+    """Positions that a query of each layer sees; 0 is all of them."""
+    attention = model.attention
+    return [attention.window if i % attention.window_every == 0 else 0 for i in range(model.num_layers)]

@@ -7,14 +7,15 @@ Convention (stated beside every number made from it):
 - The router (D*E) and the output projection (D*V, tied to the embedding or not) are matmuls and count. The embedding
   look-up, norms, rotary positions, softmax and activations are none and count 0, and so does recomputation (remat).
 - Attention scores and the weighted sum of values are no parameters: 12 * heads * head_dim * S per token and layer over
-  the full square, half of it when causal (the mean query sees S/2 keys).
+  the full square, half of it when causal (the mean query sees S/2 keys). Windows are not subtracted. Where queries and
+  values have different widths (latent attention, whose expanded form is counted), each counts half of that.
 
 Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (arXiv:2204.02311, 2022), appendix B.
 """
 
 import dataclasses
 
-from fef.config import Config, head_dim, moe_layers
+from fef.config import Config, ModelConfig, head_dim, moe_layers
 
 _SWIGLU_MATRICES = 3  # gate, up, down
 
@@ -34,14 +35,12 @@ class TrainFlops:
 def matmul_params_active(config: Config) -> int:
     """Parameters of the matrices that one token is multiplied with."""
     model, moe = config.model, config.moe
-    q_width, kv_width = model.num_heads * head_dim(model), model.num_kv_heads * head_dim(model)
-    attention = 2 * model.d_model * q_width + 2 * model.d_model * kv_width  # query and output; key and value
     dense_ffn = _SWIGLU_MATRICES * model.d_model * model.d_ff
     experts = (moe.num_choices + moe.num_shared) * _SWIGLU_MATRICES * model.d_model * moe.d_expert
     router = model.d_model * moe.num_experts
     num_moe = sum(moe_layers(config))
     return (
-        model.num_layers * attention
+        model.num_layers * _attention_params(model)
         + num_moe * (router + experts)
         + (model.num_layers - num_moe) * dense_ffn
         + model.d_model * model.vocab_size
@@ -55,6 +54,22 @@ def train_flops_per_token(config: Config, causal: bool = True) -> TrainFlops:
       config: the run's configuration; S is config.data.seq_len.
       causal: whether attention counts the half square that a causal mask leaves, or the full one.
     """
-    model = config.model
-    full_square = 12 * model.num_layers * model.num_heads * head_dim(model) * config.data.seq_len
+    model, mla = config.model, config.model.mla
+    widths = 2 * head_dim(model)
+    if mla.kv_rank:
+        widths = mla.nope_dim + mla.rope_dim + mla.value_dim
+    full_square = 6 * model.num_layers * model.num_heads * widths * config.data.seq_len
     return TrainFlops(6 * matmul_params_active(config), full_square // 2 if causal else full_square)
+
+
+def _attention_params(model: ModelConfig) -> int:
+    """Parameters of a layer's projections."""
+    mla = model.mla
+    if not mla.kv_rank:
+        q_width, kv_width = model.num_heads * head_dim(model), model.num_kv_heads * head_dim(model)
+        return 2 * model.d_model * q_width + 2 * model.d_model * kv_width  # query and output; key and value
+    q_width = model.num_heads * (mla.nope_dim + mla.rope_dim)
+    query = mla.q_rank * (model.d_model + q_width) if mla.q_rank else model.d_model * q_width
+    key_value = model.d_model * (mla.kv_rank + mla.rope_dim)
+    key_value += mla.kv_rank * model.num_heads * (mla.nope_dim + mla.value_dim)
+    return query + key_value + model.num_heads * mla.value_dim * model.d_model

@@ -1,11 +1,8 @@
 """A decoder-only Transformer whose FFNs are dense or mixtures of experts.
 
-Shape letters: B batch, S sequence, D model width, H query heads, G key/value heads, Q heads per key/value head, A head
-width, F hidden width, V vocabulary, L MoE layers.
+Shape letters: B batch, S sequence, D model width, F hidden width, V vocabulary, L MoE layers.
 
-Sources: A. Vaswani et al., "Attention Is All You Need", 2017; B. Zhang, R. Sennrich, "Root Mean Square Layer
-Normalization", 2019; J. Su et al., "RoFormer", 2021 (rotary positions); J. Ainslie et al., "GQA", 2023; N. Shazeer,
-"GLU Variants Improve Transformer", 2020.
+Sources: A. Vaswani et al., "Attention Is All You Need", 2017; N. Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 
 import functools
@@ -19,7 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from fef import sharding
-from fef.config import Config, ModelConfig, head_dim, moe_layers
+from fef.attention import Linear, make_attention, rms_norm
+from fef.config import Config, moe_layers, windows
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts
@@ -29,64 +27,6 @@ from fef.pool.table import ExpertTable
 from fef.routing import ROUTERS
 
 _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-
-
-def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last dimension; x (..., D), scale (D,) float32; computed in float32, dtype of x."""
-    x32 = x.astype(jnp.float32)
-    root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * root * scale_D.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
-
-
-def rotate(x_BSHA: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions 0..S-1: dimension i turns with dimension i + A/2 by position / theta^(2i/A); shape of x."""
-    seq_len, width = x_BSHA.shape[1], x_BSHA.shape[3]
-    frequency = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angle_SA = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (f(angle_SA)[None, :, None, :] for f in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x_BSHA.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHA.dtype)
-
-
-def causal_attention(q_BSHA: jax.Array, k_BSGA: jax.Array, v_BSGA: jax.Array, mask_BS: jax.Array) -> jax.Array:
-    """Grouped-query attention over earlier, unmasked positions; softmax in float32. Returns (B, S, H, A)."""
-    batch, seq_len, num_heads, width = q_BSHA.shape
-    q_BSGQA = q_BSHA.reshape(batch, seq_len, k_BSGA.shape[2], -1, width)
-    scores = jnp.einsum("bsgqa,btga->bgqst", q_BSGQA, k_BSGA, preferred_element_type=jnp.float32) * width**-0.5
-    earlier = jnp.tril(jnp.ones((seq_len, seq_len), bool))[None] & mask_BS[:, None, :]
-    weights = jax.nn.softmax(jnp.where(earlier[:, None, None], scores, -1e30), axis=-1)
-    out = jnp.einsum("bgqst,btga->bsgqa", weights.astype(v_BSGA.dtype), v_BSGA)
-    return out.reshape(batch, seq_len, num_heads, width)
-
-
-class Linear(nnx.Module):
-    """y = x W without bias; W (in, out) float32, cast to the dtype of x."""
-
-    def __init__(self, fan_in: int, fan_out: int, scale: float, rngs: nnx.Rngs):
-        draw = jax.random.truncated_normal(rngs.params(), -2, 2, (fan_in, fan_out), jnp.float32)
-        self.w = nnx.Param(draw * scale * fan_in**-0.5)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.w[...].astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Rotary grouped-query self-attention."""
-
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
-        self.width, self.theta = head_dim(model), model.rope_theta
-        self.query = Linear(model.d_model, model.num_heads * self.width, model.init_scale, rngs)
-        self.key = Linear(model.d_model, model.num_kv_heads * self.width, model.init_scale, rngs)
-        self.value = Linear(model.d_model, model.num_kv_heads * self.width, model.init_scale, rngs)
-        self.out = Linear(model.num_heads * self.width, model.d_model, model.init_scale, rngs)
-
-    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array) -> jax.Array:
-        def heads(linear: Linear) -> jax.Array:
-            return linear(x_BSD).reshape(*x_BSD.shape[:2], -1, self.width)
-
-        q, k = rotate(heads(self.query), self.theta), rotate(heads(self.key), self.theta)
-        out_BSHA = causal_attention(q, k, heads(self.value), mask_BS)
-        return self.out(out_BSHA.reshape(*x_BSD.shape[:2], -1))
 
 
 class DenseFfn(nnx.Module):
@@ -104,11 +44,11 @@ class DenseFfn(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)), where ffn is dense or experts plus shared experts."""
 
-    def __init__(self, config: Config, mesh: Mesh, is_moe: bool, rngs: nnx.Rngs):
+    def __init__(self, config: Config, mesh: Mesh, is_moe: bool, window: int, rngs: nnx.Rngs):
         model, moe = config.model, config.moe
         self.eps = model.norm_eps
         self.attention_norm = nnx.Param(jnp.ones(model.d_model))
-        self.attention = Attention(model, rngs)
+        self.attention = make_attention(model, window, rngs)
         self.ffn_norm = nnx.Param(jnp.ones(model.d_model))
         if not is_moe:
             self.ffn = DenseFfn(model.d_model, model.d_ff, model.init_scale, rngs)
@@ -152,13 +92,13 @@ class Decoder(nnx.Module):
         self.dtype, self.eps, self.remat, self.mesh = model.dtype, model.norm_eps, model.remat, mesh
         embedding_VD = jax.random.normal(rngs.params(), (model.vocab_size, model.d_model)) * model.d_model**-0.5
         self.embedding_VD = nnx.Param(embedding_VD * model.init_scale)
-        is_moe = moe_layers(config)
-        lengths = _run_lengths(is_moe) if model.scan_layers else [1] * model.num_layers
+        kinds = list(zip(moe_layers(config), windows(model), strict=True))
+        lengths = _run_lengths(kinds) if model.scan_layers else [1] * model.num_layers
         self.is_scanned = model.scan_layers
         self.run_lengths = tuple(lengths)
         runs, first = [], 0
         for length in lengths:
-            blocks = [Block(config, mesh, is_moe[first], rngs) for _ in range(length)]
+            blocks = [Block(config, mesh, *kinds[first], rngs) for _ in range(length)]
             runs.append(_stack(blocks) if self.is_scanned else blocks[0])
             first += length
         self.runs = nnx.List(runs)
@@ -294,9 +234,9 @@ def make_dispatcher(config: Config, mesh: Mesh) -> Any:
     )
 
 
-def _run_lengths(is_moe: list[bool]) -> list[int]:
+def _run_lengths(kinds: list) -> list[int]:
     """Lengths of the stretches of equal blocks."""
-    return [len(list(group)) for _, group in itertools.groupby(is_moe)]
+    return [len(list(group)) for _, group in itertools.groupby(kinds)]
 
 
 def _stack(blocks: list[Block]) -> Block:

@@ -36,5 +36,10 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def _is_decayed(params: Any) -> Any:
-    """True for matrices, False for the scales of the norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
+    """True for matrices, False for the scales of norms, biases and the logits of sinks."""
+
+    def is_matrix(path: tuple, leaf: Any) -> bool:
+        name = jax.tree_util.keystr(path)
+        return not any(word in name for word in ("norm", "bias", "sinks"))
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)

@@ -19,10 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from fef import sharding
 from fef.checkpoint import to_logical, to_physical
-from fef.config import Config, freeze, scopes, validate
+from fef.config import Config, freeze, scopes
 from fef.dispatch import DISPATCHERS
 from fef.pool.pool import Pool
 from fef.step import Stepper, TrainState, is_expert
+from fef.validation import validate
 
 ROOT = pathlib.Path(__file__).parent.parent
 COMPILING = {

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 import fef.config
+import fef.validation
 from configs import dense, small, tiny
 from fef.config import GONE, Config, ConfigError, Section, UserError, knob
 from fef.dispatch import DISPATCHERS
@@ -36,7 +37,7 @@ def test_every_registered_config_is_valid_and_documented():
     modules = [dense, small, tiny]
     assert [file.stem for file in files] == [module.__name__.split(".")[1] for module in modules]
     for module in modules:
-        fef.config.validate(module.get_config())
+        fef.validation.validate(module.get_config())
         assert all(word in module.__doc__ for word in ("?", "Command:", "Hardware:", "Time:", "Expected:"))
 
 
@@ -46,12 +47,12 @@ def test_every_router_and_dispatcher_is_valid_with_defaults_only():
     for name in ROUTERS:
         values = {"moe__router": name, "routing__allow_noncausal": True}
         try:
-            fef.config.validate(changed(**values))
+            fef.validation.validate(changed(**values))
         except ConfigError as error:  # a scheme for one expert per token says so
             assert "config.moe.num_choices=4" in str(error) and "=1" in str(error)
-            fef.config.validate(changed(**values, moe__num_choices=1))
+            fef.validation.validate(changed(**values, moe__num_choices=1))
     for name in DISPATCHERS:
-        fef.config.validate(changed(moe__dispatcher=name))
+        fef.validation.validate(changed(moe__dispatcher=name))
 
 
 def test_every_choice_can_be_selected_and_another_word_cannot():
@@ -83,7 +84,7 @@ def test_every_number_has_a_range_or_a_reason():
         ("model.num_kv_heads", 3, "config.model.num_kv_heads=3: must divide model.num_heads=4"),
         ("model.head_dim", 33, "config.model.head_dim=33: rotary positions need an even"),
         ("model.dtype", "float16", "config.model.dtype='float16': must be one of float32, bfloat16"),
-        ("model.vocab_size", 100, "config.model.vocab_size=100: must be >= 256"),
+        ("model.vocab_size", 0, "config.model.vocab_size=0: must be >= 1"),
         ("moe.num_choices", 33, "config.moe.num_choices=33: must be <= moe.num_experts=32"),
         ("moe.leading_dense", 5, "config.moe.leading_dense=5: must be <= model.num_layers=4"),
         ("moe.router", "topk", "config.moe.router='topk': unknown router 'topk'; nearest: top_k"),
@@ -116,19 +117,21 @@ def test_a_bad_value_names_key_value_and_remedy(key, value, words):
     config = Config()
     set_key(config, key, value)
     with pytest.raises(ConfigError, match=words) as caught:
-        fef.config.validate(config)
+        fef.validation.validate(config)
     assert "\n" not in str(caught.value)
 
 
 def test_record_and_replay_exclude_each_other():
     with pytest.raises(ConfigError, match="routing.record='a.npz': cannot be used with routing.replay='b.npz'"):
-        fef.config.validate(changed(routing__record="a.npz", routing__replay="b.npz"))
+        fef.validation.validate(changed(routing__record="a.npz", routing__replay="b.npz"))
 
 
 def test_good_unusual_values():
-    fef.config.validate(changed(optim__learning_rate=1))
-    fef.config.validate(changed(optim__clip_norm=None, optim__decay_steps=51, model__head_dim=34, model__d_model=130))
-    fef.config.validate(changed(moe__every=0, moe__router="any", moe__dispatcher="any"))
+    fef.validation.validate(changed(optim__learning_rate=1))
+    fef.validation.validate(
+        changed(optim__clip_norm=None, optim__decay_steps=51, model__head_dim=34, model__d_model=130)
+    )
+    fef.validation.validate(changed(moe__every=0, moe__router="any", moe__dispatcher="any"))
 
 
 def test_unknown_field_and_frozen_config():
@@ -227,7 +230,7 @@ def test_options_of_a_variant_are_checked_frozen_and_recorded_only_when_chosen(r
 
     config.routing.scratch.heat = 0.0
     with pytest.raises(ConfigError, match="config.routing.scratch.heat=0.0: must be > 0"):
-        fef.config.validate(config)
+        fef.validation.validate(config)
     with pytest.raises(AttributeError, match="no field 'heet'; nearest: heat"):
         config.routing.scratch.heet = 1.0
     fef.config.freeze(config)

@@ -12,9 +12,12 @@ from small import fast_compilation, small_config, take_steps  # noqa: F401
 
 from configs import dense, tiny
 from fef import sharding
+from fef.attention import causal_attention, rms_norm
+from fef.config import YarnConfig
 from fef.flops import matmul_params_active
-from fef.model import Decoder, causal_attention, rms_norm, rotate
+from fef.model import Decoder
 from fef.registry import scan
+from fef.rope import rotate
 from fef.routing import ROUTERS
 from fef.step import Stepper, count_params
 
@@ -40,7 +43,7 @@ def test_rms_norm():
 def test_rotary_positions_are_relative():
     """The product of a query at i and a key at j depends on i - j alone; a position keeps the length of a vector."""
     q_A, k_A = normal(0, 6), normal(1, 6)
-    q_SA, k_SA = (rotate(jnp.tile(x, (1, 10, 1, 1)), 100.0)[0, :, 0] for x in (q_A, k_A))
+    q_SA, k_SA = (rotate(jnp.tile(x, (1, 10, 1, 1)), 100.0, YarnConfig())[0, :, 0] for x in (q_A, k_A))
     products_SS = np.asarray(q_SA @ k_SA.T)
     for distance in range(-9, 10):
         diagonal = np.diagonal(products_SS, distance)

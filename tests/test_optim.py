@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fef.config import Config, freeze, validate
+from fef.config import Config, freeze
 from fef.optim import learning_rate, make_optimizer
+from fef.validation import validate
 
 
 def config(steps=100, **optim):

@@ -5,7 +5,8 @@ from small import ROOT, SMALL
 
 from experiments import tables
 from experiments.flags import override
-from fef.config import Config, UserError, validate
+from fef.config import Config, UserError
+from fef.validation import validate
 
 
 def step(**changes):

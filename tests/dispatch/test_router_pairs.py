@@ -12,12 +12,13 @@ from dispatch_harness import COMPILER_OPTIONS, variants_on_cpu
 from flax import nnx
 
 from fef import sharding
-from fef.config import Config, ConfigError, validate
+from fef.config import Config, ConfigError
 from fef.model import Decoder
 from fef.native import build
 from fef.pool.pool import Pool
 from fef.registry import scan
 from fef.routing import ROUTERS
+from fef.validation import validate
 
 scan("fef.routing")
 BATCH, SEQ_LEN, VOCAB = 4, 16, 256

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dispatch_harness import Case, F, Inputs, Result, Variant, assert_close, expected, make_inputs, run, variants_on_cpu
 
-from fef.config import Config, ConfigError, validate
+from fef.config import Config, ConfigError
 from fef.dispatch import DISPATCHERS
 from fef.experts import Experts
 from fef.native import build
@@ -17,6 +17,7 @@ from fef.ops.device import Device
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.grouped_matmul import Segments
 from fef.testing.workloads import workload
+from fef.validation import validate
 
 CASE = Case(members=4, experts=6, choices=2, tokens=8)
 WITH_VALUES, WITHOUT_VALUES = Device(1e12, 3.0), Device(1e12, 3.0, has_values=False)
