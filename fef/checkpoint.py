@@ -164,13 +164,14 @@ class Checkpointer:
         """What was given to `save` as `extra`."""
         return self._verified(step)["extra"]
 
-    def restore(self, step: int, template: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, template: Any, partly: bool = False) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint on whatever devices the template names.
 
         Args:
           step: a complete step.
           template: pytree of the structure that was saved. jax.ShapeDtypeStruct and jax.Array leaves give jax.Arrays
             with their sharding, NumPy arrays give NumPy arrays, Python numbers give Python numbers.
+          partly: whether the checkpoint may hold more; what the template lacks is not read.
 
         Returns:
           (state, extra).
@@ -183,16 +184,20 @@ class Checkpointer:
         path = self._directory / str(step)
         record = self._verified(step)
         leaves, treedef = _by_name(template)
-        problems = _mismatches(record["leaves"], {name: _signature(leaf) for name, leaf in leaves.items()})
+        saved = record["leaves"]
+        if partly:
+            saved = {name: signature for name, signature in saved.items() if name in leaves}
+        problems = _mismatches(saved, {name: _signature(leaf) for name, leaf in leaves.items()})
         if problems:
             shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN])
             more = f"; and {len(problems) - _MAX_PROBLEMS_SHOWN} more" if len(problems) > _MAX_PROBLEMS_SHOWN else ""
             raise UserError(f"checkpoint {path} does not fit this model and optimizer: {shown}{more}")
         restore_args = {name: _restore_args(leaf) for name, leaf in leaves.items()}
         with _explaining(f"checkpoint {path} cannot be read"):
-            restored = self._orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=restore_args))
-        for name, impl in record["key_impls"].items():
-            restored[name] = jax.random.wrap_key_data(restored[name], impl=impl)
+            args = ocp.args.PyTreeRestore(item=leaves, restore_args=restore_args, partial_restore=partly)
+            restored = self._orbax.restore(path, args=args)
+        for name in record["key_impls"].keys() & leaves.keys():
+            restored[name] = jax.random.wrap_key_data(restored[name], impl=record["key_impls"][name])
         values = [_like(leaf, restored[name]) for name, leaf in leaves.items()]
         return jax.tree.unflatten(treedef, values), record["extra"]
 

@@ -92,12 +92,11 @@ class Decoder(nnx.Module):
         self.dtype, self.eps, self.remat, self.mesh = model.dtype, model.norm_eps, model.remat, mesh
         embedding_VD = jax.random.normal(rngs.params(), (model.vocab_size, model.d_model)) * model.d_model**-0.5
         self.embedding_VD = nnx.Param(embedding_VD * model.init_scale)
-        kinds = list(zip(moe_layers(config), windows(model), strict=True))
-        lengths = _run_lengths(kinds) if model.scan_layers else [1] * model.num_layers
+        kinds = _kinds(config)
         self.is_scanned = model.scan_layers
-        self.run_lengths = tuple(lengths)
+        self.run_lengths = tuple(run_lengths(config))
         runs, first = [], 0
-        for length in lengths:
+        for length in self.run_lengths:
             blocks = [Block(config, mesh, *kinds[first], rngs) for _ in range(length)]
             runs.append(_stack(blocks) if self.is_scanned else blocks[0])
             first += length
@@ -234,9 +233,16 @@ def make_dispatcher(config: Config, mesh: Mesh) -> Any:
     )
 
 
-def _run_lengths(kinds: list) -> list[int]:
-    """Lengths of the stretches of equal blocks."""
-    return [len(list(group)) for _, group in itertools.groupby(kinds)]
+def run_lengths(config: Config) -> list[int]:
+    """How many layers each run has: one, or when layers are scanned as many equal ones as follow each other."""
+    if not config.model.scan_layers:
+        return [1] * config.model.num_layers
+    return [len(list(group)) for _, group in itertools.groupby(_kinds(config))]
+
+
+def _kinds(config: Config) -> list[tuple[bool, int]]:
+    """Of each layer, whether it has experts, and the window of its attention."""
+    return list(zip(moe_layers(config), windows(config.model), strict=True))
 
 
 def _stack(blocks: list[Block]) -> Block:

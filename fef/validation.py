@@ -15,13 +15,14 @@ def validate(config: Config) -> None:
     Raises ConfigError at the first fault.
     """
     check_fields(config)
-    _check_model(config)
+    check_model(config)
     _check_batch(config)
     _check_profile(config)
     _check_variants(config)
 
 
-def _check_model(config: Config) -> None:
+def check_model(config: Config) -> None:
+    """Checks the shapes of the model and its schedule. Raises ConfigError."""
     model, moe, optim = config.model, config.moe, config.optim
     if model.head_dim is None and model.d_model % model.num_heads:
         raise ConfigError("model.d_model", model.d_model, f"must be a multiple of model.num_heads={model.num_heads}")

@@ -96,7 +96,7 @@ def randomise(model: torch.nn.Module) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name:
                 continue
-            centre, scale = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+            centre, scale = (1.0, 0.2) if "norm" in name else (0.0, 0.2)
             tensor.copy_(centre + scale * torch.randn(tensor.shape))
 
 
