@@ -3,6 +3,7 @@
 Sources: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", 2019 (adamw), and "SGDR", 2017 (cosine).
 """
 
+import re
 from typing import Any
 
 import jax
@@ -36,5 +37,6 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def _is_decayed(params: Any) -> Any:
-    """True for matrices, False for the scales of the norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
+    """True for matrices, False for the scales of the norms and the biases of FFNs."""
+    spared = re.compile(r"norm|\bb_")
+    return jax.tree_util.tree_map_with_path(lambda path, _: not spared.search(jax.tree_util.keystr(path)), params)
