@@ -36,6 +36,7 @@ from fef import data, provenance, sharding, startup
 from fef.config import Config, ConfigError, config_hash
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.all_to_all import capacity_sizes
+from fef.ffn import FFNS
 from fef.metrics import dropped_fraction
 from fef.pool.ledger import Units, bytes_by_purpose
 from fef.pool.pool import Pool
@@ -109,7 +110,8 @@ class _Trainer:
     def __init__(self, config: Config, mesh: Mesh, batch: Any):
         self.config, stepper = config, Stepper(config, mesh)
         assert stepper.dispatcher is not None
-        self.units = stepper.dispatcher.units.for_shapes(config.model.d_model, config.moe.d_expert)
+        ffn = FFNS.get(config.model.ffn)
+        self.units = stepper.dispatcher.units.for_shapes(ffn, config.model.d_model, config.moe.d_expert)
         shardings = stepper.shardings()
         self.state = jax.device_put(stepper.init(), shardings)
         compiled = jax.jit(stepper.train_step, donate_argnums=0, out_shardings=(shardings, None))

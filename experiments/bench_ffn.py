@@ -32,6 +32,7 @@ from experiments.flags import parse_flags, run
 from fef import provenance, startup
 from fef.config import UserError
 from fef.experts import Experts
+from fef.ffn import SWIGLU
 from fef.ops import permute
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.grouped_matmul import resolve, segments_of_counts
@@ -175,7 +176,7 @@ def _moe_ffn(implementation: str) -> Callable[..., jax.Array]:
         )
         order = permute.sort_by_expert(assignment, w_gate_EDF.shape[0])
         x_ND = permute.gather_rows(x_TD, assignment, order)
-        experts = Experts(w_gate_EDF, w_up_EDF, w_down_EFD)
+        experts = Experts(SWIGLU, {"w_gate": w_gate_EDF, "w_up": w_up_EDF, "w_down": w_down_EFD})
         y_ND = expert_ffn(x_ND, experts, segments_of_counts(order.counts_E), implementation)
         return permute.combine_rows(y_ND, assignment, order, NUM_TOKENS)
 

@@ -39,6 +39,7 @@ from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
 from fef.fabric import calibration, cost
 from fef.fabric.measure import measure
+from fef.ffn import SWIGLU
 from fef.model import make_dispatcher
 from fef.pool.ledger import WAITS, bytes_received, relays
 from fef.pool.pool import Pool
@@ -129,7 +130,7 @@ class Stack:
         self.dispatcher = _dispatcher(name, cell, values, mesh)
         self.rates = None
         if self.dispatcher.needs_rates(self.dispatcher.options):
-            self.rates = measure(mesh, values.d_model, values.d_expert, self.dispatcher.device)
+            self.rates = measure(mesh, SWIGLU, values.d_model, values.d_expert, self.dispatcher.device)
         key = jax.random.key(0)
         shape = (values.members * self.tokens, values.d_model)
 
@@ -163,7 +164,8 @@ class Stack:
     def _least_bytes(self, rows_ME: np.ndarray) -> int:
         """Of a layer, all members together: for each remote expert its rows' bytes or its weights', the fewer."""
         table, d_model, d_expert = self.dispatcher.table, self.values.d_model, self.values.d_expert
-        layer = cost.Layer(table, self.dispatcher.units.for_shapes(d_model, d_expert), 18.0 * d_model * d_expert)
+        units = self.dispatcher.units.for_shapes(SWIGLU, d_model, d_expert)
+        layer = cost.Layer(table, units, 3 * SWIGLU.flops_per_row(d_model, d_expert))
         fewer_ME = np.minimum(rows_ME * layer.row_bytes, layer.weight_bytes * (rows_ME > 0))
         return int(fewer_ME[table.home_E != np.arange(table.num_members)[:, None]].sum())
 
@@ -226,7 +228,7 @@ def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, me
 
 def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
     values = one.values
-    units = one.dispatcher.units.for_shapes(values.d_model, values.d_expert)
+    units = one.dispatcher.units.for_shapes(SWIGLU, values.d_model, values.d_expert)
     relay_GRP = relays(pool.host_GR, pool.leaf_of_host, one.moved_MLQP.shape[-1]) if pool.relay else None
     received = bytes_received(one.moved_MLQP, values.members, units, relay_GRP)
     busiest = int(np.max(sum(of_MR.sum(1) for of_MR in received.values())))

@@ -18,6 +18,7 @@ from experiments.flags import define_job, job, parse, run
 from fef import hosts, sharding, startup
 from fef.config import UserError
 from fef.fabric.measure import measure
+from fef.ffn import FFNS
 from fef.model import make_device
 from fef.pool.pool import Pool
 
@@ -35,7 +36,8 @@ def main(argv: list[str]) -> None:
     startup.prepare(config.mesh.devices, config.run.malloc, config.pool.deadline_s, job(values), values.join_timeout_s)
     mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
     with Pool(mesh, config.pool):
-        found = measure(mesh, config.model.d_model, config.moe.d_expert, make_device(config), config.dispatch.matmul)
+        ffn, device = FFNS.get(config.model.ffn), make_device(config)
+        found = measure(mesh, ffn, config.model.d_model, config.moe.d_expert, device, config.dispatch.matmul)
     if hosts.is_main():
         found.save(path)
     hosts.say(f"{path}: {json.dumps(dataclasses.asdict(found))}")

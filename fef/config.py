@@ -25,6 +25,7 @@ from typing import Any
 
 import fef.dispatch
 import fef.routing
+from fef.ffn import FFNS
 from fef.registry import Registry, nearest, scan
 
 SCOPES = ("model", "data", "run")
@@ -140,7 +141,8 @@ class ModelConfig(Section):
     num_heads: int = knob(4, "model", "query heads", ge=1)
     num_kv_heads: int = knob(2, "model", "key/value heads; divides num_heads", ge=1)
     head_dim: int | None = knob(None, "model", "width of a head, even; None means d_model / num_heads", ge=2)
-    d_ff: int = knob(256, "model", "hidden width of a dense SwiGLU FFN (layers without experts)", ge=1)
+    d_ff: int = knob(256, "model", "hidden width of a dense FFN (layers without experts)", ge=1)
+    ffn: str = knob("swiglu", "model", "kind of all FFNs, dense and of experts", choices=tuple(FFNS))
     rope_theta: float = knob(10000.0, "model", "base of the rotary position frequencies", gt=1)
     norm_eps: float = knob(1e-6, "model", "epsilon inside the RMSNorm root", gt=0)
     init_scale: float = knob(1.0, "model", "factor on the truncated-normal 1/sqrt(fan_in) initialisation", gt=0)
@@ -171,7 +173,7 @@ class MoeConfig(Section):
     leading_dense: int = knob(0, "model", "layers at the start that stay dense, at most num_layers", ge=0)
     num_experts: int = knob(32, "model", "E, experts per MoE layer", ge=1)
     num_choices: int = knob(4, "model", "K, experts per token, at most E", ge=1)
-    d_expert: int = knob(128, "model", "F, hidden width of one expert's SwiGLU", ge=1)
+    d_expert: int = knob(128, "model", "F, hidden width of one expert's FFN", ge=1)
     num_shared: int = knob(
         0, "model", "shared experts every token visits; one FFN of width num_shared * d_expert", ge=0
     )

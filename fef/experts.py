@@ -4,38 +4,62 @@ P positions (a multiple of R members, see `fef.pool.table.ExpertTable`), D model
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fef.ffn import SWIGLU, Ffn
 from fef.pool.table import ExpertTable
 
 
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """SwiGLU experts: y = (silu(x W_gate) * x W_up) W_down. A leading layers axis may stand before P.
+    """Experts of one kind; a pytree whose leaves are the parts, in the kind's order.
 
     Attributes:
-      w_gate_PDF, w_up_PDF: (P, D, F), P sharded over the expert axis.
-      w_down_PFD: (P, F, D), likewise.
+      kind: what they compute.
+      parts: by the kind's names, each (P, ...) with P sharded over the expert axis: w_up (P, D, F), b_up (P, F). A
+        leading layers axis may stand before P. `experts["w_up"]` is one of them.
     """
 
-    w_gate_PDF: jax.Array
-    w_up_PDF: jax.Array
-    w_down_PFD: jax.Array
+    kind: Ffn
+    parts: Mapping[str, jax.Array]
+
+    def __getitem__(self, part: str) -> jax.Array:
+        return self.parts[part]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(D, F)."""
+        d_model, d_expert = self.parts["w_up"].shape[-2:]
+        return d_model, d_expert
 
     def astype(self, dtype: Any) -> "Experts":
-        """All three matrices in another dtype; differentiable."""
-        return jax.tree.map(lambda w: w.astype(dtype), self)
+        """All parts in another dtype; differentiable."""
+        return jax.tree.map(lambda part: part.astype(dtype), self)
+
+    def linear(self, name: str, x: jax.Array) -> jax.Array:
+        """A linear map of `kind`, of one expert (rows, in) -> (rows, out), or of each expert its own rows (P, ...)."""
+        y = x @ self.parts[f"w_{name}"]
+        return y + self.parts[f"b_{name}"][..., None, :] if self.kind.has_biases else y
+
+    def tree_flatten_with_keys(self) -> tuple:
+        names = self.kind.parts
+        return [(jax.tree_util.DictKey(name), self.parts[name]) for name in names], self.kind
+
+    @classmethod
+    def tree_unflatten(cls, kind: Ffn, parts: tuple) -> "Experts":
+        return cls(kind, dict(zip(kind.parts, parts, strict=True)))
 
 
-jax.tree_util.register_dataclass(Experts, ["w_gate_PDF", "w_up_PDF", "w_down_PFD"], [])
-
-
-def init_experts(key: jax.Array, table: ExpertTable, d_model: int, d_expert: int, scale: float) -> Experts:
-    """Draws every expert's matrices, float32, truncated normal of deviation scale / sqrt(fan_in).
+def init_experts(
+    key: jax.Array, table: ExpertTable, d_model: int, d_expert: int, scale: float, kind: Ffn = SWIGLU
+) -> Experts:
+    """Draws every expert's matrices, float32, truncated normal of deviation scale / sqrt(fan_in); biases are zero.
 
     Expert e is the same for every number of members: it is drawn by its logical number, then put at its position.
     """
@@ -45,5 +69,8 @@ def init_experts(key: jax.Array, table: ExpertTable, d_model: int, d_expert: int
         w_PIO = jnp.zeros((table.num_positions, fan_in, fan_out), jnp.float32)
         return w_PIO.at[np.asarray(table.position_E)].set(w_EIO * (scale * fan_in**-0.5))
 
-    gate, up, down = jax.random.split(key, 3)
-    return Experts(draw(gate, d_model, d_expert), draw(up, d_model, d_expert), draw(down, d_expert, d_model))
+    shapes = kind.shapes(d_model, d_expert)
+    parts = {part: jnp.zeros((table.num_positions, *shape), jnp.float32) for part, shape in shapes.items()}
+    for name, own_key in zip(kind.maps, jax.random.split(key, len(kind.maps)), strict=True):
+        parts[f"w_{name}"] = draw(own_key, *shapes[f"w_{name}"])
+    return Experts(kind, parts)

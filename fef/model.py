@@ -21,6 +21,7 @@ from fef.config import Config, moe_layers, windows
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts
+from fef.ffn import FFNS
 from fef.moe import MoeLayer
 from fef.ops.device import Device
 from fef.pool.table import ExpertTable
@@ -30,15 +31,23 @@ _REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_savea
 
 
 class DenseFfn(nnx.Module):
-    """SwiGLU with hidden width d_ff."""
+    """The configured kind of FFN, with hidden width d_ff."""
 
-    def __init__(self, d_model: int, d_ff: int, scale: float, rngs: nnx.Rngs):
-        self.gate = Linear(d_model, d_ff, scale, rngs)
-        self.up = Linear(d_model, d_ff, scale, rngs)
-        self.down = Linear(d_ff, d_model, scale, rngs)
+    def __init__(self, model: ModelConfig, d_ff: int, rngs: nnx.Rngs):
+        self.kind = FFNS.get(model.ffn)
+        shapes = self.kind.shapes(model.d_model, d_ff)
+        for name in self.kind.maps:
+            fan_in, fan_out = shapes[f"w_{name}"]
+            setattr(self, name, Linear(fan_in, fan_out, model.init_scale, rngs))
+            if self.kind.has_biases:
+                setattr(self, f"b_{name}", nnx.Param(jnp.zeros(fan_out)))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x_BSD)) * self.up(x_BSD))
+        def linear(name: str, x: jax.Array) -> jax.Array:
+            y = getattr(self, name)(x)
+            return y + getattr(self, f"b_{name}")[None, None].astype(y.dtype) if self.kind.has_biases else y
+
+        return self.kind(x_BSD, linear)
 
 
 class Block(nnx.Module):
@@ -51,7 +60,7 @@ class Block(nnx.Module):
         self.attention = make_attention(model, window, rngs)
         self.ffn_norm = nnx.Param(jnp.ones(model.d_model))
         if not is_moe:
-            self.ffn = DenseFfn(model.d_model, model.d_ff, model.init_scale, rngs)
+            self.ffn = DenseFfn(model, model.d_ff, rngs)
             return
         self.moe = MoeLayer(
             model.d_model,
@@ -63,9 +72,10 @@ class Block(nnx.Module):
             router=make_router(config),
             dispatcher=make_dispatcher(config, mesh),
             init_scale=model.init_scale,
+            ffn=model.ffn,
         )
         if moe.num_shared:
-            self.shared = DenseFfn(model.d_model, moe.num_shared * moe.d_expert, model.init_scale, rngs)
+            self.shared = DenseFfn(model, moe.num_shared * moe.d_expert, rngs)
 
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array, **moe_inputs: Any) -> tuple[jax.Array, dict[str, Any]]:
         x_BSD = x_BSD + self.attention(rms_norm(x_BSD, self.attention_norm[...], self.eps), mask_BS)

@@ -16,6 +16,7 @@ from fef import sharding
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts, init_experts
+from fef.ffn import FFNS, Ffn
 from fef.pool.table import ExpertTable
 from fef.registry import scan
 from fef.routing import ROUTERS, Router, RouterContext, next_state
@@ -32,7 +33,7 @@ class RouterState(nnx.Variable):
 
 
 class MoeLayer(nnx.Module):
-    """A mixture of SwiGLU experts.
+    """A mixture of experts.
 
         with fef.Pool(mesh) as pool:
             layer = fef.MoeLayer(d_model=64, d_expert=128, num_experts=8, num_choices=2, mesh=mesh, rngs=nnx.Rngs(0))
@@ -51,6 +52,7 @@ class MoeLayer(nnx.Module):
       dispatcher: name of a dispatcher, or a dispatcher. `pooled` needs an open `fef.Pool` whenever the layer is traced
         and run.
       init_scale: factor on the initial deviation of the experts.
+      ffn: name of what an expert computes, see `fef.ffn`.
 
     Raises:
       ValueError: an unknown name, with the nearest one; or a dispatcher that this platform lacks.
@@ -68,6 +70,7 @@ class MoeLayer(nnx.Module):
         router: str | Router = "top_k",
         dispatcher: str | Dispatcher = "pooled",
         init_scale: float = 1.0,
+        ffn: str = "swiglu",
     ):
         scan("fef.routing")
         scan("fef.dispatch")
@@ -80,15 +83,15 @@ class MoeLayer(nnx.Module):
         self.mesh = mesh
         self.gate = nnx.Dict({k: nnx.Param(v) for k, v in self.router.init(rngs.params(), d_model).items()})
         self.state = RouterState(self.router.init_state())
-        experts = init_experts(rngs.params(), table, d_model, d_expert, init_scale)
-        self.w_gate_PDF = ExpertParam(experts.w_gate_PDF)
-        self.w_up_PDF = ExpertParam(experts.w_up_PDF)
-        self.w_down_PFD = ExpertParam(experts.w_down_PFD)
+        self.ffn: Ffn = FFNS.get(ffn)
+        experts = init_experts(rngs.params(), table, d_model, d_expert, init_scale, self.ffn)
+        for part, array in experts.parts.items():
+            setattr(self, self.ffn.expert_name(part), ExpertParam(array))
 
     @property
     def experts(self) -> Experts:
         """The experts' parameters as global arrays, positions sharded over the expert axis."""
-        return Experts(self.w_gate_PDF[...], self.w_up_PDF[...], self.w_down_PFD[...])
+        return Experts(self.ffn, {part: getattr(self, self.ffn.expert_name(part))[...] for part in self.ffn.parts})
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 Sources: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", 2019 (adamw), and "SGDR", 2017 (cosine).
 """
 
+import re
 from typing import Any
 
 import jax
@@ -37,9 +38,5 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 def _is_decayed(params: Any) -> Any:
     """True for matrices, False for the scales of norms, biases and the logits of sinks."""
-
-    def is_matrix(path: tuple, leaf: Any) -> bool:
-        name = jax.tree_util.keystr(path)
-        return not any(word in name for word in ("norm", "bias", "sinks"))
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    spared = re.compile(r"norm|bias|\bb_|sinks")
+    return jax.tree_util.tree_map_with_path(lambda path, _: not spared.search(jax.tree_util.keystr(path)), params)

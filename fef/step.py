@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fef import sharding
 from fef.config import Config, moe_layers
 from fef.dispatch.base import Dispatcher
+from fef.ffn import FFNS
 from fef.model import Decoder
 from fef.moe import ExpertParam, RouterState
 from fef.optim import learning_rate, make_optimizer
 from fef.pool.table import ExpertTable
 
-EXPERT_NAMES = ("w_gate_PDF", "w_up_PDF", "w_down_PFD")
+EXPERT_NAMES = {FFNS.get(name).expert_name(part) for name in FFNS for part in FFNS.get(name).parts}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fef.dispatch.base import Dispatcher
 from fef.fabric import calibration
 from fef.fabric.calibration import Calibration
 from fef.fabric.measure import measure
+from fef.ffn import FFNS
 from fef.flops import train_flops_per_token
 from fef.hosts import say
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
@@ -299,7 +300,8 @@ class Training:
             nothing = {"bytes": 0, "bytes_by_purpose": dict.fromkeys(PURPOSES, 0), "bytes_received": {}}
             no_waits = {"wait_ms": 0.0, "waits_ms": {}, "gate_entropy": []}
             return row | nothing | no_waits | load_metrics(np.zeros((0, 1)), np.zeros((0, 1)))
-        units = self.stepper.dispatcher.units.for_shapes(self.config.model.d_model, self.config.moe.d_expert)
+        model, moe = self.config.model, self.config.moe
+        units = self.stepper.dispatcher.units.for_shapes(FFNS.get(model.ffn), model.d_model, moe.d_expert)
         return row | {
             "wait_ms": float(metrics["waits_us_MLW"].sum((1, 2)).mean()) / 1e3,
             "waits_ms": dict(zip(WAITS, (metrics["waits_us_MLW"].mean(0).T / 1e3).tolist(), strict=True)),
@@ -448,8 +450,8 @@ def _rates(config: Config, folder: pathlib.Path, mesh: Any, checkpointer: Checkp
         if saved:
             Calibration(**saved).save(path)
     if not hosts.from_main("whether it has rates", path.exists()):
-        device = make_device(config)
-        rates = measure(mesh, config.model.d_model, config.moe.d_expert, device, config.dispatch.matmul)
+        ffn, device = FFNS.get(config.model.ffn), make_device(config)
+        rates = measure(mesh, ffn, config.model.d_model, config.moe.d_expert, device, config.dispatch.matmul)
         if hosts.is_main():
             rates.save(path)
         hosts.barrier("have rates")

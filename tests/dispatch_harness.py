@@ -5,6 +5,7 @@ Letters: M members of the whole mesh, T tokens and N assignments of a member, D,
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from fef import sharding
 from fef.dispatch import DISPATCHERS
 from fef.experts import Experts
+from fef.ffn import FFNS
 from fef.ops.device import REAL, Device
 from fef.pool.pool import Pool
 from fef.pool.table import ExpertTable
@@ -28,8 +30,8 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes (members, experts, choices, tokens of a member, data axis), compute type, whether it is token choice, and
-    whether the layer is recomputed in the backward pass."""
+    """Sizes (members, experts, choices, tokens of a member, data axis), compute type, whether it is token choice,
+    whether the layer is recomputed in the backward pass, and what the experts compute."""
 
     members: int
     experts: int
@@ -39,6 +41,7 @@ class Case:
     dtype: str = "float32"
     regular: bool = True
     rerun: bool = False
+    ffn: str = "swiglu"
 
     @property
     def mesh(self) -> Any:
@@ -117,12 +120,13 @@ def make_inputs(case: Case, assignment: Assignment, seed: int = 0) -> Inputs:
     num_tokens = case.members * case.data * case.tokens
     table, scale = case.table, D**-0.5
 
-    def expert_matrices(*shape: int) -> np.ndarray:
+    def expert_parts(*shape: int) -> np.ndarray:
         w = np.zeros((table.num_positions, *shape), np.float32)
         w[table.position_E] = rng.normal(size=(table.num_experts, *shape)) * scale
         return w
 
-    experts = Experts(expert_matrices(D, F), expert_matrices(D, F), expert_matrices(F, D))
+    kind = FFNS.get(case.ffn)
+    experts = Experts(kind, {part: expert_parts(*shape) for part, shape in kind.shapes(D, F).items()})
     x_TD, target_TD = rng.normal(size=(2, num_tokens, D)).astype(np.float32)
     token, expert, weight, valid = (
         np.asarray(getattr(assignment, name)).reshape(-1) for name in ("token_N", "expert_N", "weight_N", "valid_N")
@@ -172,9 +176,9 @@ def expected(case: Case, inputs: Inputs) -> Result:
     """The same by hand: each expert on its tokens, in float64."""
     position_E = case.table.position_E
     x_TD, target_TD = inputs.x_TD.astype(np.float64), inputs.target_TD.astype(np.float64)
-    w_gate, w_up, w_down = (w.astype(np.float64) for w in jax.tree.leaves(inputs.experts))
+    experts = inputs.experts.astype(np.float64)
+    dexperts = jax.tree.map(np.zeros_like, experts)
     y_TD, dx_TD, dweight_N = np.zeros_like(x_TD), np.zeros_like(x_TD), np.zeros(inputs.weight_N.shape)
-    d_gate, d_up, d_down = np.zeros_like(w_gate), np.zeros_like(w_up), np.zeros_like(w_down)
     token_N, expert_N, valid_N = inputs.ints
     num_members = case.members * case.data
     first_N = np.repeat(np.arange(num_members) * case.tokens, token_N.size // num_members)
@@ -182,26 +186,56 @@ def expected(case: Case, inputs: Inputs) -> Result:
         n = np.flatnonzero(valid_N & (expert_N == expert))
         t, weight = (first_N + token_N)[n], inputs.weight_N[n, None].astype(np.float64)
         x, target = x_TD[t], target_TD[t]
-        gate, up = x @ w_gate[p], x @ w_up[p]
-        sigmoid = 1 / (1 + np.exp(-gate))
-        hidden = gate * sigmoid * up
-        out = hidden @ w_down[p]
+        w, dw = (jax.tree.map(operator.itemgetter(p), tree).parts for tree in (experts, dexperts))  # dw: views
+        inner = experts.kind.inner
+        hidden, slopes = ACTIVATIONS[case.ffn](*(x @ w[f"w_{name}"] + w.get(f"b_{name}", 0) for name in inner))
+        out = hidden @ w["w_down"] + w.get("b_down", 0)
         np.add.at(y_TD, t, weight * out)
         dweight_N[n] = np.sum(out * target, axis=1)
-        d_hidden = weight * target @ w_down[p].T
-        grad_gate = d_hidden * up * sigmoid * (1 + gate * (1 - sigmoid))
-        grad_up = d_hidden * gate * sigmoid
-        d_gate[p], d_up[p], d_down[p] = x.T @ grad_gate, x.T @ grad_up, hidden.T @ (weight * target)
-        np.add.at(dx_TD, t, grad_gate @ w_gate[p].T + grad_up @ w_up[p].T)
-    return Result(np.sum(y_TD * target_TD), y_TD, dx_TD, dweight_N, Experts(d_gate, d_up, d_down))
+        d_out = weight * target
+        steps = [("down", hidden, d_out)]
+        for name, slope in zip(inner, slopes, strict=True):
+            steps.append((name, x, d_out @ w["w_down"].T * slope))
+            np.add.at(dx_TD, t, steps[-1][2] @ w[f"w_{name}"].T)
+        for name, given, d_given in steps:
+            dw[f"w_{name}"][:] = given.T @ d_given
+            if f"b_{name}" in dw:
+                dw[f"b_{name}"][:] = d_given.sum(0)
+    return Result(np.sum(y_TD * target_TD), y_TD, dx_TD, dweight_N, dexperts)
+
+
+def _swiglu(g: np.ndarray, u: np.ndarray) -> tuple:
+    sigmoid = 1 / (1 + np.exp(-g))
+    return g * sigmoid * u, (u * sigmoid * (1 + g * (1 - sigmoid)), g * sigmoid)
+
+
+def _gelu(u: np.ndarray) -> tuple:
+    root = np.sqrt(2 / np.pi)
+    tanh = np.tanh(root * (u + 0.044715 * u**3))
+    return u / 2 * (1 + tanh), ((1 + tanh) / 2 + u / 2 * (1 - tanh**2) * root * (1 + 3 * 0.044715 * u**2),)
+
+
+def _relu(u: np.ndarray) -> tuple:
+    return np.maximum(u, 0), (u > 0,)
+
+
+def _clamped_swiglu(g: np.ndarray, u: np.ndarray) -> tuple:
+    is_free_g, is_free_u = g < 7, np.abs(u) < 7
+    g, u = np.minimum(g, 7), np.clip(u, -7, 7)
+    sigmoid = 1 / (1 + np.exp(-1.702 * g))
+    slope_g = (u + 1) * sigmoid * (1 + 1.702 * g * (1 - sigmoid))
+    return (u + 1) * g * sigmoid, (slope_g * is_free_g, g * sigmoid * is_free_u)
+
+
+# The hidden layer, and its derivative by each argument.
+ACTIVATIONS = {"swiglu": _swiglu, "gelu": _gelu, "relu": _relu, "clamped_swiglu": _clamped_swiglu}
 
 
 def assert_close(result: Result, wanted: Result, where: str, tolerance: float = 1e-5) -> None:
     """Every array differs by at most `tolerance` of its largest element, and not at all where that is 0."""
     pairs = {"y": (result.y_TD, wanted.y_TD), "dx": (result.dx_TD, wanted.dx_TD)}
     pairs["dweight"] = (result.dweight_N, wanted.dweight_N)
-    for field in dataclasses.fields(Experts):
-        pairs["d" + field.name] = (getattr(result.dexperts, field.name), getattr(wanted.dexperts, field.name))
+    pairs |= {f"d {part}": (got, wanted.dexperts[part]) for part, got in result.dexperts.parts.items()}
     for name, (got, want) in pairs.items():
         assert got.shape == want.shape, f"{where}: {name} is {got.shape}, not {want.shape}"
         error = relative_error(got, want)

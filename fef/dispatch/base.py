@@ -15,6 +15,7 @@ from fef import sharding
 from fef.config import Section
 from fef.experts import Experts
 from fef.fabric.calibration import Calibration
+from fef.ffn import Ffn
 from fef.ops.device import REAL, Device
 from fef.ops.permute import Order
 from fef.pool import ledger
@@ -149,8 +150,8 @@ class UnitSizes:
     weight_bytes: int
     gradient_bytes: int | None = None  # None: as the weights
 
-    def for_shapes(self, d_model: int, d_expert: int) -> ledger.Units:
-        """The ledger's units for SwiGLU experts of these widths."""
-        elems = 3 * d_model * d_expert
+    def for_shapes(self, kind: Ffn, d_model: int, d_expert: int) -> ledger.Units:
+        """The ledger's units for experts of this kind and these widths."""
+        elems = kind.num_elems(d_model, d_expert)
         gradient_bytes = self.weight_bytes if self.gradient_bytes is None else self.gradient_bytes
         return ledger.Units(elems * self.weight_bytes, elems * gradient_bytes, d_model * self.weight_bytes)

@@ -23,6 +23,7 @@ from fef.config import Section, UserError, knob
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.pooled import Pooled, Published
 from fef.fabric import calibration, cost
+from fef.ffn import SWIGLU, Ffn
 from fef.ops.fluid_ffn import Settings, fluid_ffn
 from fef.ops.grouped_matmul import resolve
 from fef.ops.permute import sort_by_expert
@@ -54,10 +55,14 @@ class Fluid(Pooled):
     def __call__(self, x_TD: jax.Array, assignment: Assignment, experts: Published, layer: jax.Array) -> tuple:
         if resolve(self.matmul) != "native":
             raise UserError(f"config.dispatch.matmul={self.matmul}: fluid computes in the native library; use auto")
+        if experts.kind != SWIGLU:
+            raise UserError(f"config.model.ffn={experts.kind.name}: fluid computes swiglu only; use pooled")
         order = sort_by_expert(assignment, self.table.num_experts)
         quota = self.quota(order.order_N.shape[0])
         load_E = experts.load_MLE[0, layer]
-        is_visited_E = self.choose(order.counts_E, load_E, jax.lax.axis_index("expert"), experts.widths, quota)
+        is_visited_E = self.choose(
+            order.counts_E, load_E, jax.lax.axis_index("expert"), experts.kind, experts.widths, quota
+        )
         weight_N = jnp.where(assignment.valid_N, assignment.weight_N, 0.0)[order.order_N]
         room = quota * (self.table.num_members - 1)
         settings = Settings(experts.widths[1], room, self.options.deduplicate, self.device)
@@ -86,11 +91,10 @@ class Fluid(Pooled):
         return int(self.options.room * num_assignments / (self.table.num_members - 1))
 
     def choose(
-        self, rows_E: jax.Array, load_E: jax.Array, rank: jax.Array, widths: tuple[int, int], quota: int
+        self, rows_E: jax.Array, load_E: jax.Array, rank: jax.Array, kind: Ffn, widths: tuple[int, int], quota: int
     ) -> jax.Array:
         """(E,) bool: the experts to which this member's rows go, from its rows, all members' last ones and its rank."""
-        d_model, d_expert = widths
-        layer = cost.Layer(self.table, self.units.for_shapes(d_model, d_expert), 18.0 * d_model * d_expert)
+        layer = cost.Layer(self.table, self.units.for_shapes(kind, *widths), 3 * kind.flops_per_row(*widths))
         if quota == 0:
             return jnp.zeros(rows_E.shape, bool)
         if self.options.mode == "tokens":

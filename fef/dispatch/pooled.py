@@ -11,6 +11,7 @@ section 3 (data-centric paradigm: experts move, tokens stay).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from fef.config import UserError
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher, UnitSizes
 from fef.experts import Experts
+from fef.ffn import SWIGLU, Ffn
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.get import get
 from fef.ops.grouped_matmul import resolve, segments_of_counts
@@ -36,8 +38,6 @@ from fef.pool.ledger import PURPOSES
 from fef.routing import Assignment
 from fef.sharding import island
 
-_NUM_PARTS = 3  # matrices in a block
-
 
 @dataclasses.dataclass(frozen=True)
 class Published:
@@ -46,17 +46,19 @@ class Published:
     Attributes:
       version_M4: (M, 4) int32, table, incarnation, counter, microbatch; the same for every member.
       chain_M: (M,) float32; without a value, its cotangent orders the gradients before they are collected.
-      widths: (D, F), static.
+      kind: of the experts, and
+      widths: (D, F); both static.
       load_MLE: (M, L, E) int32, what `Dispatcher.prepare` was told of the last step.
     """
 
     version_M4: jax.Array
     chain_M: jax.Array
+    kind: Ffn
     widths: tuple[int, int]
     load_MLE: jax.Array
 
 
-jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M", "load_MLE"], ["widths"])
+jax.tree_util.register_dataclass(Published, ["version_M4", "chain_M", "load_MLE"], ["kind", "widths"])
 
 
 @DISPATCHERS.register("pooled")
@@ -87,15 +89,15 @@ class Pooled(Dispatcher):
         return UnitSizes(weight_bytes=jnp.dtype(self.block_dtype).itemsize, gradient_bytes=4)
 
     def prepare(self, runs: list[Experts], load_LE: jax.Array | None = None) -> Published:
-        runs = [run if run.w_gate_PDF.ndim == 4 else jax.tree.map(lambda w: w[None], run) for run in runs]
-        d_model, d_expert = runs[0].w_gate_PDF.shape[2:]
-        num_layers = sum(run.w_gate_PDF.shape[0] for run in runs)
-        shapes = ((d_model, d_expert), (d_model, d_expert), (d_expert, d_model))
+        runs = [run if run["w_up"].ndim == 4 else jax.tree.map(lambda w: w[None], run) for run in runs]
+        kind, widths = runs[0].kind, runs[0].widths
+        num_layers = sum(run["w_up"].shape[0] for run in runs)
+        shapes = tuple(kind.shapes(*widths).values())
         handle_2 = pools.current().table("experts", num_layers, self.table, shapes, self.block_dtype)
-        arrays = tuple(w for run in runs for w in (run.w_gate_PDF, run.w_up_PDF, run.w_down_PFD))
+        arrays = tuple(jax.tree.leaves(runs))
 
         def body(*arrays: jax.Array) -> tuple:
-            version_4, chain = publish(opaque_handle(handle_2), arrays, _NUM_PARTS, self.block_dtype)
+            version_4, chain = publish(opaque_handle(handle_2), arrays, len(shapes), self.block_dtype)
             return version_4[None], chain[None]
 
         specs = (sharding.LAYERED_EXPERTS,) * len(arrays)
@@ -103,7 +105,7 @@ class Pooled(Dispatcher):
         version_M4, chain_M = run(*arrays)
         load_LE = jnp.zeros((num_layers, self.table.num_experts), jnp.int32) if load_LE is None else load_LE
         load_MLE = jnp.broadcast_to(load_LE, (self.mesh.size, *load_LE.shape))
-        return Published(version_M4, chain_M, (d_model, d_expert), load_MLE)
+        return Published(version_M4, chain_M, kind, widths, load_MLE)
 
     def at_microbatch(self, prepared: Published, index: jax.Array) -> Published:
         return dataclasses.replace(prepared, version_M4=prepared.version_M4.at[:, 3].set(index))
@@ -112,24 +114,26 @@ class Pooled(Dispatcher):
         order = sort_by_expert(assignment, self.table.num_experts)
         rows_ND = gather_rows(x_TD, assignment, order)
         version_4, chain = experts.version_M4[0], experts.chain_M[0]
-        if x_TD.dtype == jnp.float32 and resolve(self.matmul) == "native":
+        if experts.kind == SWIGLU and x_TD.dtype == jnp.float32 and resolve(self.matmul) == "native":
             like_0F = jnp.zeros((0, experts.widths[1]), jnp.float32)
             rows_ND = pooled_ffn(version_4, chain, layer, rows_ND, order.counts_E, like_0F, self.device)
         else:
-            read = self._read(version_4, chain, layer, order.counts_E, experts.widths)
+            read = self._read(experts, layer, order.counts_E)
             rows_ND = expert_ffn(rows_ND, read, segments_of_counts(order.counts_E), self.matmul, self.device)
         y_TD = combine_rows(rows_ND, assignment, order, x_TD.shape[0])
         return y_TD.astype(x_TD.dtype), self.moved()
 
-    def _read(self, version_4, chain, layer, counts_E, widths: tuple[int, int]) -> Experts:
+    def _read(self, experts: Published, layer: jax.Array, counts_E: jax.Array) -> Experts:
         """The experts with tokens as arrays, zeros for the others."""
-        d_model, d_expert = widths
-        num_experts, elems = self.table.num_experts, d_model * d_expert
-        ids_E = jnp.where(counts_E > 0, jnp.arange(num_experts, dtype=jnp.int32), -1)
-        blocks = get(version_4, chain, layer, ids_E, 3 * elems, self.dtype)
-        gate, up, down = (blocks[:, i * elems : (i + 1) * elems] for i in range(_NUM_PARTS))
-        shape = (num_experts, d_model, d_expert)
-        return Experts(gate.reshape(shape), up.reshape(shape), down.reshape(num_experts, d_expert, d_model))
+        version_4, chain, kind = experts.version_M4[0], experts.chain_M[0], experts.kind
+        ids_E = jnp.where(counts_E > 0, jnp.arange(self.table.num_experts, dtype=jnp.int32), -1)
+        blocks = get(version_4, chain, layer, ids_E, kind.num_elems(*experts.widths), self.dtype)
+        shapes = kind.shapes(*experts.widths)
+        ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+        arrays = jnp.split(blocks, ends[:-1].tolist(), axis=1)
+        return Experts(
+            kind, {part: w.reshape(-1, *shape) for (part, shape), w in zip(shapes.items(), arrays, strict=True)}
+        )
 
     def finish(self, prepared: Published, moved_MLQP: jax.Array, after: jax.Array, collected: bool) -> tuple:
         num_layers = moved_MLQP.shape[1]

@@ -32,10 +32,9 @@ class Reference(Dispatcher):
         logical = jax.tree.map(lambda w: w[self.table.position_E].astype(x_TD.dtype), experts)
 
         def add_expert(y_TD: jax.Array, expert: tuple) -> tuple:
-            (w_gate_DF, w_up_DF, w_down_FD), weight_T = expert
-            out_TD = (jax.nn.silu(x_TD @ w_gate_DF) * (x_TD @ w_up_DF)) @ w_down_FD
+            own, weight_T = expert
+            out_TD = own.kind(x_TD, own.linear)
             return y_TD + weight_T[:, None] * out_TD.astype(jnp.float32), None
 
-        matrices = (logical.w_gate_PDF, logical.w_up_PDF, logical.w_down_PFD)
-        y_TD, _ = jax.lax.scan(add_expert, jnp.zeros(x_TD.shape, jnp.float32), (matrices, weight_ET))
+        y_TD, _ = jax.lax.scan(add_expert, jnp.zeros(x_TD.shape, jnp.float32), (logical, weight_ET))
         return y_TD.astype(x_TD.dtype), self.moved()

@@ -17,6 +17,7 @@ from fef import hosts
 from fef.experts import Experts
 from fef.fabric.calibration import Calibration
 from fef.fabric.cost import CROSSINGS
+from fef.ffn import SWIGLU, Ffn
 from fef.ops.device import Device
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.fluid_ffn import Settings, fluid_ffn
@@ -36,12 +37,12 @@ FORWARD_CROSSINGS = CROSSINGS // 2  # of a row
 ROWS = (32, 128, 512)
 
 
-def measure(mesh: Mesh, d_model: int, d_expert: int, device: Device, matmul: str = "auto") -> Calibration:
+def measure(mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, device: Device, matmul: str = "auto") -> Calibration:
     """Measures with the open pool; the same result on every host. Takes some reads of 1 MiB from each member.
 
     Args:
       mesh: the pool's.
-      d_model, d_expert: D and F of the experts.
+      kind, d_model, d_expert: of the experts.
       device: taken at its word if it is modelled.
       matmul: of the expert FFN.
 
@@ -53,7 +54,7 @@ def measure(mesh: Mesh, d_model: int, d_expert: int, device: Device, matmul: str
     few_s, many_s = (_row_seconds(mesh, d_model, rows) for rows in (1, many_rows))
     flops, half_rows = device.flops, device.half_rows
     if not device.is_modelled:
-        flops, half_rows = _gemm_rate(mesh, d_model, d_expert, matmul)
+        flops, half_rows = _gemm_rate(mesh, kind, d_model, d_expert, matmul)
     bytes_per_s = max(_num_read(mesh), 1) * 4 * BLOCK_ELEMS / blocks_s
     row_bytes = FORWARD_CROSSINGS * max(mesh.shape["expert"] - 1, 1) * (many_rows - 1) * 4 * d_model
     row_bytes_per_s = row_bytes / max(many_s - few_s, LEAST_S)
@@ -94,7 +95,7 @@ def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
     """A forward pass in which each member sends each other one so many rows, beyond the time without them."""
     members = mesh.shape["expert"]
     table, others = ExpertTable(members, members), max(members - 1, 1)
-    shapes = ((d_model, 1), (d_model, 1), (1, d_model))  # F = 1
+    shapes = tuple(SWIGLU.shapes(d_model, 1).values())
     handle_2 = pools.current().table("calibration of rows", 1, table, shapes, jnp.float32)
     place = named(mesh, LAYERED_EXPERTS)
     blocks = jax.jit(lambda: tuple(jnp.zeros((1, members, *shape)) for shape in shapes), out_shardings=place)()
@@ -116,7 +117,7 @@ def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
     return _seconds_beyond(program(True), program(False), jnp.asarray(handle_2), blocks)
 
 
-def _gemm_rate(mesh: Mesh, d_model: int, d_expert: int, matmul: str) -> tuple[float, float]:
+def _gemm_rate(mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, matmul: str) -> tuple[float, float]:
     """FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows."""
     members = mesh.size
 
@@ -129,14 +130,14 @@ def _gemm_rate(mesh: Mesh, d_model: int, d_expert: int, matmul: str) -> tuple[fl
 
             return jax.grad(total, argnums=(0, 1))(x_ND, experts)
 
-        w_gate, w_up = (jnp.ones((members, d_model, d_expert)) * 1e-3 for _ in range(2))
-        experts = Experts(w_gate, w_up, jnp.ones((members, d_expert, d_model)) * 1e-3)
+        shapes = kind.shapes(d_model, d_expert)
+        experts = Experts(kind, {part: jnp.ones((members, *shape)) * 1e-3 for part, shape in shapes.items()})
         run = jax.jit(island(mesh, member, (TOKENS, TOKENS), TOKENS))
         return _median_seconds(run, jnp.ones((members * rows, d_model)), experts)
 
     per_row, fixed = np.polyfit(ROWS, [seconds(rows) for rows in ROWS], 1)
     per_row = max(per_row, 1e-12)
-    return 18.0 * d_model * d_expert / per_row, float(np.clip(fixed / per_row, 0.0, ROWS[-1]))
+    return 3 * kind.flops_per_row(d_model, d_expert) / per_row, float(np.clip(fixed / per_row, 0.0, ROWS[-1]))
 
 
 def _seconds_beyond(run: Callable, without: Callable, *args: Any) -> float:

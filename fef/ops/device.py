@@ -30,7 +30,7 @@ class Device:
     Attributes:
       flops: rate of a large GEMM, FLOP/s; 0 models nothing.
       half_rows: rows at which a GEMM has half of that rate; each GEMM costs as if it had so many rows more.
-      has_values: whether the matmuls are computed; else y = x * w, w_D the sum of the expert's three matrices' means
+      has_values: whether the matmuls are computed; else y = x * w, w_D the sum of the expert's matrices' means
         over F, which takes hardly any time and still shows whether each row has met its expert.
     """
 
@@ -113,7 +113,8 @@ finish.defvjp(_finish_fwd, _finish_bwd)
 
 def stand_in(rows_ND: jax.Array, experts: Experts, segments: Segments) -> jax.Array:
     """y_ND = x_ND * w_D of each row's expert, see `Device`; rows in no segment are zero. `segments` ascend."""
-    w_PD = experts.w_gate_PDF.mean(2) + experts.w_up_PDF.mean(2) + experts.w_down_PFD.mean(1)
+    inner_PD = [experts[f"w_{name}"].mean(2) for name in experts.kind.inner]
+    w_PD = functools.reduce(jnp.add, inner_PD) + experts["w_down"].mean(1)
     row_N = jnp.arange(rows_ND.shape[0], dtype=jnp.int32)
     segment_N = jnp.searchsorted(segments.first_G, row_N, side="right", method="compare_all") - 1
     is_used_N = row_N - segments.first_G[segment_N] < segments.rows_G[segment_N]

@@ -1,11 +1,7 @@
-"""The expert FFN on arrays: three grouped matmuls and a SwiGLU.
-
-    y[rows of e] = (silu(x W_gate_e) * x W_up_e) W_down_e
-
-Source: N. Shazeer, "GLU Variants Improve Transformer", 2020, section 2.
-"""
+"""The expert FFN on arrays: grouped matmuls, and the activation of the experts' kind (`fef.ffn`)."""
 
 import jax
+import jax.numpy as jnp
 
 from fef.experts import Experts
 from fef.ops import device as devices
@@ -32,7 +28,7 @@ def expert_ffn(
     """
     experts = experts.astype(rows_ND.dtype)
     if device.is_modelled:
-        flops_per_row = 6.0 * experts.w_gate_PDF.shape[1] * experts.w_gate_PDF.shape[2]
+        flops_per_row = experts.kind.flops_per_row(*experts.widths)
         rows_ND, clock = devices.start(rows_ND, segments, flops_per_row, device)
         y_ND = _values(rows_ND, experts, segments, implementation, device.has_values)
         return devices.finish(y_ND, clock, segments, flops_per_row, device)
@@ -45,8 +41,13 @@ def _values(
     if not has_values:
         return devices.stand_in(rows_ND, experts, segments)
 
-    def matmul(x_ND: jax.Array, w_PDF: jax.Array) -> jax.Array:
-        return grouped_matmul(x_ND, w_PDF, segments, implementation=implementation)
+    def linear(name: str, x_NI: jax.Array) -> jax.Array:
+        y_NO = grouped_matmul(x_NI, experts[f"w_{name}"], segments, implementation=implementation)
+        if not experts.kind.has_biases:
+            return y_NO
+        # The bias of each row's expert, as a matmul too: no bias for rows in no segment, and its gradient is a sum over
+        # the rows of each expert.
+        ones_N1, b_P1O = jnp.ones_like(x_NI[:, :1]), experts[f"b_{name}"][:, None]
+        return y_NO + grouped_matmul(ones_N1, b_P1O, segments, implementation=implementation)
 
-    hidden_NF = jax.nn.silu(matmul(rows_ND, experts.w_gate_PDF)) * matmul(rows_ND, experts.w_up_PDF)
-    return matmul(hidden_NF, experts.w_down_PFD)
+    return experts.kind(rows_ND, linear)

@@ -25,6 +25,7 @@ from dispatch_harness import (
 
 from fef import sharding
 from fef.dispatch.all_to_all import capacity_sizes
+from fef.ffn import FFNS
 from fef.native import build
 from fef.pool.ledger import PURPOSES, bytes_by_purpose
 from fef.routing import Assignment
@@ -207,7 +208,8 @@ def fluid_units(variant: Variant, case: Case, inputs: Inputs) -> dict[str, np.nd
     read_MP, sent_MP = rows_MP > 0, np.zeros_like(rows_MP)
     quota, load_E = dispatcher.quota(token_N.shape[1]), np.zeros(case.table.num_experts, np.int32)
     for member, rows_P in enumerate(rows_MP):
-        is_visited_E = np.asarray(dispatcher.choose(rows_P[position_E], load_E, member % case.members, (D, F), quota))
+        rank, kind = member % case.members, FFNS.get(case.ffn)
+        is_visited_E = np.asarray(dispatcher.choose(rows_P[position_E], load_E, rank, kind, (D, F), quota))
         read_MP[member, position_E[is_visited_E]] = False
         seen = set()
         for expert in np.flatnonzero(is_visited_E):
@@ -233,7 +235,7 @@ BYTES_BY_HAND = {  # of all members; R = 4, P = 8, D = 8, F = 12, float32; every
 def test_bytes_by_hand(variant):
     case, _ = inputs_of(MAIN)
     moved_QP = results_of(MAIN, variant)["balanced"].moved_MQP.sum(0)
-    moved_bytes = bytes_by_purpose(moved_QP[None], variant.make(case).units.for_shapes(D, F))
+    moved_bytes = bytes_by_purpose(moved_QP[None], variant.make(case).units.for_shapes(FFNS.get(case.ffn), D, F))
     assert {purpose: total for purpose, total in moved_bytes.items() if total} == BYTES_BY_HAND[variant]
 
 

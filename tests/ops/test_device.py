@@ -12,6 +12,7 @@ from dispatch_harness import Case, F, Inputs, Result, Variant, assert_close, exp
 from fef.config import Config, ConfigError
 from fef.dispatch import DISPATCHERS
 from fef.experts import Experts
+from fef.ffn import SWIGLU
 from fef.native import build
 from fef.ops.device import Device
 from fef.ops.expert_ffn import expert_ffn
@@ -59,7 +60,8 @@ def test_the_stand_in_is_the_same_everywhere(variant, stored):
 def stood_in(inputs: Inputs) -> Result:
     """y = x * w, w the sum of the matrices' means over F, and its gradients, row by row."""
     x_TD, target_TD = inputs.x_TD.astype(np.float64), inputs.target_TD.astype(np.float64)
-    gate, up, down = (w.astype(np.float64) for w in jax.tree.leaves(inputs.experts))
+    experts = inputs.experts.astype(np.float64)
+    gate, up, down = experts["w_gate"], experts["w_up"], experts["w_down"]
     w_PD = gate.mean(2) + up.mean(2) + down.mean(1)
     y_TD, dx_TD, dweight_N = np.zeros_like(x_TD), np.zeros_like(x_TD), np.zeros(inputs.weight_N.shape)
     dw_PD = np.zeros(w_PD.shape)
@@ -72,7 +74,13 @@ def stood_in(inputs: Inputs) -> Result:
         dweight_N[n] = (x_TD[t] * w_PD[p]) @ target_TD[t]
         dw_PD[p] += weight * target_TD[t] * x_TD[t]
     d_gate, d_down = np.broadcast_to(dw_PD[:, :, None], gate.shape) / F, np.broadcast_to(dw_PD[:, None], down.shape) / F
-    return Result(np.sum(y_TD * target_TD), y_TD, dx_TD, dweight_N, Experts(d_gate, d_gate, d_down))
+    return Result(
+        np.sum(y_TD * target_TD),
+        y_TD,
+        dx_TD,
+        dweight_N,
+        Experts(SWIGLU, {"w_gate": d_gate, "w_up": d_gate, "w_down": d_down}),
+    )
 
 
 def test_it_takes_its_time():
@@ -82,7 +90,7 @@ def test_it_takes_its_time():
     device = Device(flops=6.0 * d_model * d_expert * 100, half_rows=2.0)
     forward_s = device.seconds([5, 0, 1], 6.0 * d_model * d_expert)
     assert forward_s == pytest.approx(0.1)
-    experts = Experts(jnp.ones((3, 4, 4)), jnp.ones((3, 4, 4)), jnp.ones((3, 4, 4)))
+    experts = Experts(SWIGLU, dict.fromkeys(SWIGLU.parts, jnp.ones((3, 4, 4))))
 
     def loss(x_ND: jax.Array) -> jax.Array:
         return expert_ffn(x_ND, experts, segments, device=device).sum()
