@@ -16,14 +16,8 @@ Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (ar
 
 import dataclasses
 
-<<<<<<< HEAD
 from fef.config import Config, ModelConfig, head_dim, moe_layers
-
-_SWIGLU_MATRICES = 3  # gate, up, down
-=======
-from fef.config import Config, head_dim, moe_layers
 from fef.ffn import FFNS
->>>>>>> eb327a259ba6c4e62dea5848bad85c09905a363a
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +35,9 @@ class TrainFlops:
 def matmul_params_active(config: Config) -> int:
     """Parameters of the matrices that one token is multiplied with."""
     model, moe = config.model, config.moe
-<<<<<<< HEAD
-    dense_ffn = _SWIGLU_MATRICES * model.d_model * model.d_ff
-    experts = (moe.num_choices + moe.num_shared) * _SWIGLU_MATRICES * model.d_model * moe.d_expert
-=======
-    q_width, kv_width = model.num_heads * head_dim(model), model.num_kv_heads * head_dim(model)
-    attention = 2 * model.d_model * q_width + 2 * model.d_model * kv_width  # query and output; key and value
     ffn = FFNS.get(model.ffn)
     dense_ffn = ffn.num_matmul_elems(model.d_model, model.d_ff)
     experts = (moe.num_choices + moe.num_shared) * ffn.num_matmul_elems(model.d_model, moe.d_expert)
->>>>>>> eb327a259ba6c4e62dea5848bad85c09905a363a
     router = model.d_model * moe.num_experts
     num_moe = sum(moe_layers(config))
     return (

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from fef import sharding
 from fef.attention import Linear, make_attention, rms_norm
-from fef.config import Config, moe_layers, windows
+from fef.config import Config, ModelConfig, moe_layers, windows
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.experts import Experts
@@ -38,16 +38,10 @@ class DenseFfn(nnx.Module):
         shapes = self.kind.shapes(model.d_model, d_ff)
         for name in self.kind.maps:
             fan_in, fan_out = shapes[f"w_{name}"]
-            setattr(self, name, Linear(fan_in, fan_out, model.init_scale, rngs))
-            if self.kind.has_biases:
-                setattr(self, f"b_{name}", nnx.Param(jnp.zeros(fan_out)))
+            setattr(self, name, Linear(fan_in, fan_out, model.init_scale, rngs, self.kind.has_biases))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        def linear(name: str, x: jax.Array) -> jax.Array:
-            y = getattr(self, name)(x)
-            return y + getattr(self, f"b_{name}")[None, None].astype(y.dtype) if self.kind.has_biases else y
-
-        return self.kind(x_BSD, linear)
+        return self.kind(x_BSD, lambda name, x: getattr(self, name)(x))
 
 
 class Block(nnx.Module):
