@@ -279,6 +279,7 @@ class TrainConfig(Section):
     steps: int = knob(200, "run", "optimizer steps of the whole run", ge=1)
     microbatches: int = knob(1, "run", "parts into which a batch is split for gradient accumulation", ge=1)
     seed: int = knob(0, "model", "seed of initialisation and of every random choice in the step", ge=0, lt=2**32)
+    init_from: str = knob("", "run", "folder of checkpoints whose parameters the first step starts from; '' draws them")
     eval_every: int = knob(100, "run", "steps between held-out evaluations; one is always made at the end", ge=1)
     eval_batches: int = knob(16, "run", "batches per held-out evaluation", ge=1)
     log_every: int = knob(1, "run", "steps between lines of metrics.jsonl", ge=1)
@@ -395,6 +396,14 @@ def flatten(config: Any) -> dict[str, Any]:
     return {key: value for key, _, value in walk(config)}
 
 
+def assign(config: Any, key: str, value: Any) -> None:
+    """Sets the field of a key like "model.d_model"; an AttributeError names the nearest when there is none."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    setattr(config, name, value)
+
+
 def scopes(config: Any) -> dict[str, str]:
     """{"model.d_model": "model", ...}"""
     return {key: field.metadata["scope"] for key, field, _ in walk(config)}
@@ -413,6 +422,16 @@ def to_dict(config: Config) -> dict[str, Any]:
     for section, chosen in (("routing", config.moe.router), ("dispatch", config.moe.dispatcher)):
         tree[section] = {k: v for k, v in tree[section].items() if not isinstance(v, dict) or k == chosen}
     return tree
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """The inverse of `to_dict`, as read back from JSON; fields that do not exist any more are passed over."""
+    config = Config()
+    known = flatten(config)
+    for key, value in _flat(tree).items():
+        if key in known:
+            assign(config, key, value)
+    return config
 
 
 def config_hash(config: Config) -> str:

@@ -121,10 +121,7 @@ class Training:
         for notice in notices:
             say(notice)
         self._check_same_folder(step)
-        if step is None:
-            self.state = sharding.place(self.stepper.init(), self.shardings)
-        else:
-            self.state = self._restore(step)
+        self.state = self._initial() if step is None else self._restore(step)
         self.step = step or 0
         self.writer: JsonlWriter | None = None
         self.tensorboard: TensorBoard | None = None
@@ -175,14 +172,27 @@ class Training:
             record = self.stack.enter_context(TraceWriter(routing.record, header, self.step))
         return replay, record
 
+    def _initial(self) -> TrainState:
+        """The state before step 1: drawn, or with the parameters of another checkpoint."""
+        state, source = sharding.place(self.stepper.init(), self.shardings), self.config.train.init_from
+        if not source:
+            return state
+        key, names = "train.init_from", ("experts", "dense", "router")
+        if not pathlib.Path(source).is_dir():
+            raise ConfigError(key, source, "no such folder; give a run's or an import's folder of checkpoints")
+        with Checkpointer(source, keep=1, keep_best=0) as checkpointer:
+            step, _ = checkpointer.latest()
+            if step is None:
+                raise ConfigError(key, source, "holds no complete checkpoint")
+            whole = self._template()
+            template = {name: getattr(whole, name) for name in names}
+            saved, _ = checkpointer.restore(step, template, partly=True)
+        say(f"parameters of {source}, step {step}")
+        places = {name: getattr(self.shardings, name) for name in names}
+        return dataclasses.replace(state, **self._to_positions(saved, places))
+
     def _restore(self, step: int) -> TrainState:
-        stepper = self.stepper
-        template = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            jax.eval_shape(stepper.init), self.shardings,
-        )  # fmt: skip
-        axis, experts = stepper.expert_axis, self.config.moe.num_experts
-        saved, extra = self.checkpointer.restore(step, logical_template(template, is_expert, experts, axis))
+        saved, extra = self.checkpointer.restore(step, self._template())
         if extra["corpus_sha256"] != self.corpus.sha256:
             raise ConfigError(
                 "data.path", self.config.data.path,
@@ -191,9 +201,24 @@ class Training:
             )  # fmt: skip
         self.loader.set_state(extra["data"])
         self.heldout_loss = extra["heldout_loss"]
-        place = stepper.table
-        to_positions = lambda tree: to_physical(tree, is_expert, place.position_E, place.num_positions, axis)  # noqa: E731
-        return jax.jit(to_positions, out_shardings=self.shardings)(saved)
+        return self._to_positions(saved, self.shardings)
+
+    def _template(self) -> TrainState:
+        """What a checkpoint of this run holds, experts in logical order."""
+        template = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            jax.eval_shape(self.stepper.init), self.shardings,
+        )  # fmt: skip
+        return logical_template(template, is_expert, self.config.moe.num_experts, self.stepper.expert_axis)
+
+    def _to_positions(self, saved: Any, shardings: Any) -> Any:
+        """Puts the experts of a state, or of parts of one, where they live on this mesh."""
+        place, axis = self.stepper.table, self.stepper.expert_axis
+
+        def to_positions(tree: Any) -> Any:
+            return to_physical(tree, is_expert, place.position_E, place.num_positions, axis)
+
+        return jax.jit(to_positions, out_shardings=shardings)(saved)
 
     def _save(self) -> None:
         logical = to_logical(self.state, is_expert, self.stepper.table.position_E, self.stepper.expert_axis)

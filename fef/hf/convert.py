@@ -16,11 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 from fef.checkpoint import Checkpointer
-from fef.config import Config, UserError, check_fields, flatten, head_dim, moe_layers, scopes
+from fef.config import Config, UserError, assign, check_fields, flatten, head_dim, moe_layers, scopes
 from fef.hf import Family, family_of
 from fef.hf.fields import Fields, read_fields
 from fef.hf.tensors import TensorFiles, write_tensors
-from fef.model import run_lengths
+from fef.model import make_router, run_lengths
 from fef.validation import check_model
 
 TOKENIZER = "tokenizer.json"
@@ -99,7 +99,7 @@ def export_checkpoint(
     """
     if target.exists():
         raise UserError(f"{target}: is there already; name a folder that is not, nothing is overwritten")
-    said = _fields_of(family, config)
+    said = fields_of(family, config)
     parts = family.parts(config)
     item = DTYPES[dtype]
     names = {leaf for part in parts for leaf in part.leaves}
@@ -150,20 +150,14 @@ def is_of_the_model(leaf: str) -> bool:
 def _config(family: Family, fields: Fields) -> Config:
     config = Config()
     for key, value in family.read(fields).items():
-        _set(config, key, value)
+        assign(config, key, value)
     check_fields(config)
     check_model(config)
+    make_router(config)  # which checks its options
     return config
 
 
-def _set(config: Any, key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        config = getattr(config, section)
-    setattr(config, name, value)
-
-
-def _fields_of(family: Family, config: Config) -> dict[str, Any]:
+def fields_of(family: Family, config: Config) -> dict[str, Any]:
     """config.json of a Config. What it says is read back, which shows whether the family can say it all."""
     if config.moe.router != family.router:
         raise UserError(f"config.moe.router={config.moe.router!r}: {family.model_type} has {family.router}")

@@ -138,8 +138,8 @@ def places_of_experts(is_moe: list[bool]) -> dict[str, int] | None:
     config.model.num_layers = len(is_moe)
     if not any(is_moe):
         return {"moe.every": 0}
-    for config.moe.leading_dense in range(len(is_moe)):
-        for config.moe.every in range(1, len(is_moe) + 1):
+    for config.moe.every in range(1, len(is_moe) + 1):
+        for config.moe.leading_dense in range(len(is_moe)):
             if moe_layers(config) == is_moe:
                 return {"moe.leading_dense": config.moe.leading_dense, "moe.every": config.moe.every}
     return None
