@@ -40,7 +40,7 @@ from fef.experts import Experts, init_experts
 from fef.fabric import calibration, cost
 from fef.fabric.measure import measure
 from fef.ffn import SWIGLU
-from fef.model import make_dispatcher
+from fef.layers import make_dispatcher
 from fef.pool.ledger import WAITS, bytes_received, relays
 from fef.pool.pool import Pool
 from fef.routing import Assignment

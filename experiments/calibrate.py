@@ -19,7 +19,7 @@ from fef import hosts, sharding, startup
 from fef.config import UserError
 from fef.fabric.measure import measure
 from fef.ffn import FFNS
-from fef.model import make_device
+from fef.layers import make_device
 from fef.pool.pool import Pool
 
 

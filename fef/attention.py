@@ -1,4 +1,4 @@
-"""Self-attention: grouped queries with its variants, and multi-head latent attention.
+"""Self-attention: grouped queries with its variants, and multi-head latent attention, relative positions.
 
 Shape letters: B batch, S sequence, D model width, H query heads, G key/value heads, Q heads per key/value head, A width
 of queries and keys, V width of values.
@@ -9,10 +9,11 @@ B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019, section 4. 
 "Longformer", 2020, section 3.1 (windows); OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2 (sinks).
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from fef.config import ModelConfig, head_dim
@@ -77,12 +78,6 @@ class Linear(nnx.Module):
         if hasattr(self, "bias"):
             y = y + self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return y
-
-
-class SelfAttention(Protocol):
-    """What a block calls: x_BSD, mask_BS -> (B, S, D)."""
-
-    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array) -> jax.Array: ...
 
 
 class Attention(nnx.Module):
@@ -179,6 +174,72 @@ class LatentAttention(nnx.Module):
         return self.out(out.reshape(batch, seq_len, -1))
 
 
-def make_attention(model: ModelConfig, window: int, rngs: nnx.Rngs) -> SelfAttention:
+def make_attention(model: ModelConfig, window: int, rngs: nnx.Rngs) -> Attention | LatentAttention:
     """The self-attention of a layer in which a query sees `window` positions (0: all)."""
     return LatentAttention(model, rngs) if model.mla.kv_rank else Attention(model, window, rngs)
+
+
+class RelativeAttention(nnx.Module):
+    """Attention without positions in queries and keys: a bias by their distance, which all layers of a stack share.
+
+    Scores are not divided by the root of the width; the queries' initial weights are that much smaller instead.
+
+    Args:
+      model: the model's configuration.
+      is_causal: whether a query sees earlier positions only.
+      rngs: source of the initial parameters.
+
+    Source: C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020,
+    section 2.1.
+    """
+
+    def __init__(self, model: ModelConfig, is_causal: bool, rngs: nnx.Rngs):
+        self.width, self.is_causal, scale = head_dim(model), is_causal, model.init_scale
+        inner = model.num_heads * self.width
+        self.query = Linear(model.d_model, inner, scale * self.width**-0.5, rngs)
+        self.key = Linear(model.d_model, inner, scale, rngs)
+        self.value = Linear(model.d_model, inner, scale, rngs)
+        self.out = Linear(inner, model.d_model, scale, rngs)
+
+    def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array, bias_HSS: jax.Array) -> jax.Array:
+        """To itself, with a bias (H, S, S) float32 of the scores."""
+        return self.attend(x_BSD, x_BSD, mask_BS, bias_HSS)
+
+    def attend(
+        self, x_BSD: jax.Array, memory_BTD: jax.Array, mask_BT: jax.Array, bias_HST: jax.Array | None = None
+    ) -> jax.Array:
+        """To a memory (B, T, D), of which mask_BT (B, T) bool is False on padding. Returns (B, S, D)."""
+
+        def heads(linear: Linear, x: jax.Array) -> jax.Array:
+            return linear(x).reshape(*x.shape[:2], -1, self.width)
+
+        q_BSHA, k_BTHA, v_BTHA = heads(self.query, x_BSD), heads(self.key, memory_BTD), heads(self.value, memory_BTD)
+        scores = jnp.einsum("bsha,btha->bhst", q_BSHA, k_BTHA, preferred_element_type=jnp.float32)
+        if bias_HST is not None:
+            scores = scores + bias_HST[None]
+        seen = mask_BT[:, None, None, :]
+        if self.is_causal:
+            seen = seen & jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(v_BTHA.dtype)
+        return self.out(jnp.einsum("bhst,btha->bsha", weights, v_BTHA).reshape(*x_BSD.shape[:2], -1))
+
+
+def distance_buckets(length: int, num_buckets: int, max_distance: int, is_causal: bool) -> np.ndarray:
+    """The bucket (S, S) int32 of key t's distance from query s, by which `RelativeAttention` biases their score.
+
+    Half of the buckets are single distances, the others grow by a constant factor up to max_distance, the last has all
+    beyond. Without causality half of each are for keys behind the query.
+    """
+    distance = np.arange(length)[:, None] - np.arange(length)[None, :]
+    buckets = np.zeros(distance.shape, np.int32)
+    if is_causal:
+        distance = np.maximum(distance, 0)
+    else:
+        num_buckets //= 2
+        buckets += np.where(distance < 0, num_buckets, 0).astype(np.int32)
+        distance = np.abs(distance)
+    exact = num_buckets // 2
+    ratio = np.maximum(distance, 1).astype(np.float32) / exact
+    grown = np.log(ratio) / np.float32(np.log(max_distance / exact)) * np.float32(num_buckets - exact)
+    far = np.minimum(exact + grown.astype(np.int32), num_buckets - 1)
+    return buckets + np.where(distance < exact, distance, far).astype(np.int32)

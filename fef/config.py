@@ -116,6 +116,15 @@ class MlaConfig(Section):
     value_dim: int = knob(128, "model", "width of a head's values", ge=1)
 
 
+@dataclasses.dataclass
+class EncoderConfig(Section):
+    """An encoder before the decoder, both with relative positions: the second half of each sequence is predicted."""
+
+    layers: int = knob(0, "model", "layers of the encoder; 0 is a decoder alone", ge=0)
+    buckets: int = knob(32, "model", "kinds of distances that have a bias of their own", ge=4)
+    max_distance: int = knob(128, "model", "positions from which on all distances are one kind", ge=2)
+
+
 @dataclasses.dataclass(unsafe_hash=True)  # so that layers can keep it
 class YarnConfig(Section):
     """Rotary positions stretched beyond the length that a model was trained on (YaRN)."""
@@ -155,6 +164,7 @@ class ModelConfig(Section):
     )
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     mla: MlaConfig = dataclasses.field(default_factory=MlaConfig)
+    encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
     yarn: YarnConfig = dataclasses.field(default_factory=YarnConfig)
     scan_layers: bool = knob(False, "model", "stack equal layers and scan over them: smaller program, same function")
     remat: str = knob(
@@ -512,9 +522,18 @@ def _has_type(value: Any, annotation: Any) -> bool:
 
 
 def moe_layers(config: Config) -> list[bool]:
-    """Which layers have experts: after `leading_dense`, every `every`-th."""
-    moe, layers = config.moe, range(config.model.num_layers)
-    return [bool(moe.every) and i >= moe.leading_dense and (i - moe.leading_dense + 1) % moe.every == 0 for i in layers]
+    """Which layers have experts: after `leading_dense`, every `every`-th, of the encoder (first) as of the decoder."""
+    moe, stacks = config.moe, (config.model.encoder.layers, config.model.num_layers)
+    return [
+        bool(moe.every) and i >= moe.leading_dense and (i - moe.leading_dense + 1) % moe.every == 0
+        for num_layers in stacks
+        for i in range(num_layers)
+    ]
+
+
+def tokens_per_layer(config: Config) -> int:
+    """How many of a sequence's tokens a layer sees; it is also how many have a prediction."""
+    return config.data.seq_len // (2 if config.model.encoder.layers else 1)
 
 
 def head_dim(model: ModelConfig) -> int:

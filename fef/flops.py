@@ -10,13 +10,15 @@ Convention (stated beside every number made from it):
 - Attention scores and the weighted sum of values are no parameters: 12 * heads * head_dim * S per token and layer over
   the full square, half of it when causal (the mean query sees S/2 keys). Windows are not subtracted. Where queries and
   values have different widths (latent attention, whose expanded form is counted), each counts half of that.
+- With an encoder, a token is one that is predicted; each comes with one that the encoder reads, so that both stacks
+  count once, and S is the half of a sequence. Encoder and cross attention have no causal mask.
 
 Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (arXiv:2204.02311, 2022), appendix B.
 """
 
 import dataclasses
 
-from fef.config import Config, ModelConfig, head_dim, moe_layers
+from fef.config import Config, ModelConfig, head_dim, moe_layers, tokens_per_layer
 from fef.ffn import FFNS
 
 
@@ -39,11 +41,12 @@ def matmul_params_active(config: Config) -> int:
     dense_ffn = ffn.num_matmul_elems(model.d_model, model.d_ff)
     experts = (moe.num_choices + moe.num_shared) * ffn.num_matmul_elems(model.d_model, moe.d_expert)
     router = model.d_model * moe.num_experts
-    num_moe = sum(moe_layers(config))
+    is_moe = moe_layers(config)
+    num_attentions = model.num_layers + (model.encoder.layers + model.num_layers if model.encoder.layers else 0)
     return (
-        model.num_layers * _attention_params(model)
-        + num_moe * (router + experts)
-        + (model.num_layers - num_moe) * dense_ffn
+        num_attentions * _attention_params(model)
+        + is_moe.count(True) * (router + experts)
+        + is_moe.count(False) * dense_ffn
         + model.d_model * model.vocab_size
     )
 
@@ -59,8 +62,11 @@ def train_flops_per_token(config: Config, causal: bool = True) -> TrainFlops:
     widths = 2 * head_dim(model)
     if mla.kv_rank:
         widths = mla.nope_dim + mla.rope_dim + mla.value_dim
-    full_square = 6 * model.num_layers * model.num_heads * widths * config.data.seq_len
-    return TrainFlops(6 * matmul_params_active(config), full_square // 2 if causal else full_square)
+    square = 6 * model.num_heads * widths * tokens_per_layer(config)
+    own = model.num_layers * square
+    own = own // 2 if causal else own
+    other = (model.encoder.layers + model.num_layers) * square if model.encoder.layers else 0
+    return TrainFlops(6 * matmul_params_active(config), own + other)
 
 
 def _attention_params(model: ModelConfig) -> int:

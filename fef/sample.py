@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fef import data, sharding
+from fef.config import Config, tokens_per_layer
 from fef.routing import ROUTERS
 from fef.step import Stepper, TrainState
 
@@ -22,7 +23,7 @@ def sample(stepper: Stepper, state: TrainState, num_bytes: int, prompt: bytes = 
     config = stepper.config
     if config.moe.every and not ROUTERS.get(config.moe.router).causal:
         return f"(none: router {config.moe.router} looks at later tokens)"
-    seq_len, rows = config.data.seq_len, stepper.mesh.size
+    rows = stepper.mesh.size
     place = sharding.named(stepper.mesh, sharding.TOKENS)
     predict = jax.jit(
         lambda state, tokens, mask, at: stepper.logits(state, tokens, mask)[0, at, : data.VOCAB_SIZE],
@@ -31,11 +32,28 @@ def sample(stepper: Stepper, state: TrainState, num_bytes: int, prompt: bytes = 
     rng = np.random.default_rng(config.train.seed)
     text = list(prompt)
     for _ in range(num_bytes):
-        window = text[-seq_len:]
-        tokens_S = np.array(window + [0] * (seq_len - len(window)), np.int32)
-        mask_S = np.arange(seq_len) < len(window)
+        tokens_S, mask_S, at = _window(text, config)
         tokens_BS, mask_BS = (sharding.place(np.tile(a, (rows, 1)), place) for a in (tokens_S, mask_S))
-        logits_V = np.asarray(predict(state, tokens_BS, mask_BS, jnp.int32(len(window) - 1)), np.float64)
+        logits_V = np.asarray(predict(state, tokens_BS, mask_BS, jnp.int32(at)), np.float64)
         probs_V = np.exp((logits_V - logits_V.max()) / _TEMPERATURE)
         text.append(int(rng.choice(len(probs_V), p=probs_V / probs_V.sum())))
     return bytes(text[len(prompt) :]).decode("utf-8", errors="replace")
+
+
+def _window(text: list[int], config: Config) -> tuple[np.ndarray, np.ndarray, int]:
+    """The end of the text as the model takes it: tokens (S,), mask (S,), and which of its predictions is the next one.
+
+    With an encoder the text is cut into halves of windows: the decoder goes on with the last, the encoder has read the
+    one before.
+    """
+    seq_len, predicted = config.data.seq_len, tokens_per_layer(config)
+    tokens_S, mask_S = np.zeros(seq_len, np.int32), np.zeros(seq_len, bool)
+    if predicted == seq_len:
+        read, continued = [], text[-seq_len:]
+    else:
+        start = (len(text) - 1) // predicted * predicted
+        read, continued = text[max(start - predicted, 0) : start], text[start:]
+    for first, part in ((0, read), (seq_len - predicted, continued)):
+        tokens_S[first : first + len(part)] = part
+        mask_S[first : first + len(part)] = True
+    return tokens_S, mask_S, len(continued) - 1

@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fef import sharding
-from fef.config import Config, moe_layers
+from fef.config import Config, moe_layers, tokens_per_layer
 from fef.dispatch.base import Dispatcher
 from fef.ffn import FFNS
-from fef.model import Decoder
+from fef.layers import Layers
+from fef.model import make_model
 from fef.moe import ExpertParam, RouterState
 from fef.optim import learning_rate, make_optimizer
 from fef.pool.table import ExpertTable
@@ -74,8 +75,8 @@ class Stepper:
         self.graph = nnx.split(model)[0]
         self.dispatcher: Dispatcher | None = model.moe_runs[0].moe.dispatcher if model.moe_runs else None
 
-    def _model(self) -> Decoder:
-        return Decoder(self.config, self.mesh, nnx.Rngs(self.config.train.seed))
+    def _model(self) -> Layers:
+        return make_model(self.config, self.mesh, nnx.Rngs(self.config.train.seed))
 
     def init(self) -> TrainState:
         """The state before the first step; the same for every mesh but for the experts' empty positions."""
@@ -119,7 +120,7 @@ class Stepper:
           unmasked tokens however it is split; the auxiliary loss is the mean, weighted by tokens, of what each
           microbatch gives, so a balance loss asks for balance in each microbatch.
         """
-        num_tokens = batch["mask_BS"].sum()
+        num_tokens = self._predicted(batch["mask_BS"]).sum()
 
         def prepare(experts: Any) -> tuple:
             return _split_floats(self._prepare(self._merge(experts, state), state))
@@ -137,8 +138,8 @@ class Stepper:
             logits_BSV, aux_loss, metrics = model(
                 batch["inputs_BS"], batch["mask_BS"], experts=experts, step=state.step, key=key, replay=replay
             )
-            share = batch["mask_BS"].sum() / num_tokens
-            loss = _cross_entropy_sum(logits_BSV, batch) / num_tokens
+            share = self._predicted(batch["mask_BS"]).sum() / num_tokens
+            loss = self._cross_entropy_sum(logits_BSV, batch) / num_tokens
             return loss + share * aux_loss, dict(metrics, loss=loss, aux_loss=share * aux_loss)
 
         run = jax.value_and_grad(microbatch, argnums=(0, 1), has_aux=True)
@@ -170,20 +171,29 @@ class Stepper:
     def eval_step(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Sum of the cross-entropy over the batch's unmasked tokens () float32, nats, and their number () int32."""
         logits_BSV = self.logits(state, batch["inputs_BS"], batch["mask_BS"])
-        return _cross_entropy_sum(logits_BSV, batch), batch["mask_BS"].sum()
+        return self._cross_entropy_sum(logits_BSV, batch), self._predicted(batch["mask_BS"]).sum()
 
     def logits(self, state: TrainState, tokens_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
-        """The model's prediction without capacity limits or noise, (B, S, V) float32."""
+        """The model's prediction without capacity limits or noise, (B, S, V) float32; with an encoder (B, S/2, V)."""
         model = self._merge(state.experts, state)
         prepared = self._prepare(model, state)
         logits_BSV, aux_loss, metrics = model(tokens_BS, mask_BS, experts=prepared, step=state.step, train=False)
         self._metrics(dict(metrics, aux_loss=aux_loss), prepared, after=logits_BSV.sum(), collected=False)
         return logits_BSV
 
-    def _merge(self, experts: Any, state: TrainState) -> Decoder:
+    def _predicted(self, x_BS: jax.Array) -> jax.Array:
+        """The places of (B, S) for which the model has a prediction: all, or with an encoder the second half."""
+        return x_BS[:, -tokens_per_layer(self.config) :]
+
+    def _cross_entropy_sum(self, logits_BSV: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        targets_BS, mask_BS = self._predicted(batch["targets_BS"]), self._predicted(batch["mask_BS"])
+        loss_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV, targets_BS)
+        return jnp.where(mask_BS, loss_BS, 0).sum()
+
+    def _merge(self, experts: Any, state: TrainState) -> Layers:
         return nnx.merge(self.graph, experts, state.dense, state.router)
 
-    def _prepare(self, model: Decoder, state: TrainState) -> Any:
+    def _prepare(self, model: Layers, state: TrainState) -> Any:
         return self.dispatcher.prepare(model.experts, state.load_LE) if self.dispatcher else []
 
     def _load(self, metrics: dict[str, Any]) -> jax.Array | None:
@@ -258,11 +268,6 @@ def count_params(state: TrainState, config: Config) -> tuple[int, int]:
     table = ExpertTable(moe.num_experts, config.mesh.devices // config.mesh.data)
     per_expert = positions // table.num_positions
     return dense + per_expert * moe.num_experts, dense + per_expert * moe.num_choices
-
-
-def _cross_entropy_sum(logits_BSV: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    loss_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV, batch["targets_BS"])
-    return jnp.where(batch["mask_BS"], loss_BS, 0).sum()
 
 
 def _split_floats(tree: Any) -> tuple[Any, Any]:

@@ -19,7 +19,17 @@ from tqdm import tqdm
 
 from fef import data, hosts, provenance, sharding
 from fef.checkpoint import Checkpointer, logical_template, to_logical, to_physical
-from fef.config import Config, ConfigError, UserError, config_hash, flatten, moe_layers, resume_changes, to_dict
+from fef.config import (
+    Config,
+    ConfigError,
+    UserError,
+    config_hash,
+    flatten,
+    moe_layers,
+    resume_changes,
+    to_dict,
+    tokens_per_layer,
+)
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher
 from fef.fabric import calibration
@@ -28,8 +38,8 @@ from fef.fabric.measure import measure
 from fef.ffn import FFNS
 from fef.flops import train_flops_per_token
 from fef.hosts import say
+from fef.layers import make_device
 from fef.metrics import JsonlWriter, TensorBoard, load_metrics, read_jsonl, write_json_atomic
-from fef.model import make_device
 from fef.pool.ledger import PURPOSES, WAITS, Units, bytes_by_leaf, bytes_by_purpose, bytes_received, relays
 from fef.pool.pool import Pool, current
 from fef.profiler import Profiler
@@ -164,8 +174,8 @@ class Training:
         if not (config.moe.every and (routing.replay or routing.record)):
             return None, None
         layers = sum(moe_layers(config))
-        moe, batch = config.moe, config.data
-        header = TraceHeader(moe.router, layers, batch.batch_size, batch.seq_len, moe.num_experts, moe.num_choices)
+        moe, batch, tokens = config.moe, config.data.batch_size, tokens_per_layer(config)
+        header = TraceHeader(moe.router, layers, batch, tokens, moe.num_experts, moe.num_choices)
         replay = Trace(routing.replay, header, range(self.step, config.train.steps)) if routing.replay else None
         record = None
         if routing.record and hosts.is_main():

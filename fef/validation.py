@@ -5,7 +5,7 @@ from typing import Any
 
 import fef.dispatch
 import fef.routing
-from fef.config import AttentionConfig, Config, ConfigError, ModelConfig, check_fields, head_dim
+from fef.config import Config, ConfigError, ModelConfig, check_fields, flatten, head_dim
 from fef.registry import Registry
 
 
@@ -29,6 +29,7 @@ def check_model(config: Config) -> None:
     if head_dim(model) % 2:
         raise ConfigError("model.head_dim", head_dim(model), "rotary positions need an even head width")
     _check_mla(model)
+    _check_encoder(config)
     if model.num_heads % model.num_kv_heads:
         raise ConfigError("model.num_kv_heads", model.num_kv_heads, f"must divide model.num_heads={model.num_heads}")
     if moe.num_choices > moe.num_experts:
@@ -44,12 +45,32 @@ def _check_mla(model: ModelConfig) -> None:
         return
     if model.mla.rope_dim % 2:
         raise ConfigError("model.mla.rope_dim", model.mla.rope_dim, "rotary positions need an even width")
-    for key in ("bias", "qk_norm", "sinks", "window"):
-        value = getattr(model.attention, key)
-        if value != getattr(AttentionConfig(), key):
-            raise ConfigError(
-                f"model.attention.{key}", value, "is not for latent attention; set config.model.mla.kv_rank=0"
-            )
+    _check_plain(model, "attention", "latent attention; set config.model.mla.kv_rank=0")
+
+
+def _check_encoder(config: Config) -> None:
+    model, encoder = config.model, config.model.encoder
+    if not encoder.layers:
+        return
+    if config.data.seq_len % 2:
+        raise ConfigError("data.seq_len", config.data.seq_len, "an encoder reads one half of it; make it even")
+    if encoder.max_distance <= encoder.buckets // 2:
+        raise ConfigError(
+            "model.encoder.max_distance", encoder.max_distance, f"must be > buckets / 2 = {encoder.buckets // 2}"
+        )
+    if model.num_kv_heads != model.num_heads:
+        remedy = f"relative positions have no grouped queries; set it to model.num_heads={model.num_heads}"
+        raise ConfigError("model.num_kv_heads", model.num_kv_heads, remedy)
+    for section in ("attention", "mla", "yarn"):
+        _check_plain(model, section, "relative positions; set config.model.encoder.layers=0")
+
+
+def _check_plain(model: ModelConfig, section: str, instead_of: str) -> None:
+    """Refuses variants of attention that another choice leaves without effect."""
+    chosen = getattr(model, section)
+    for key, default in flatten(type(chosen)()).items():
+        if getattr(chosen, key) != default:
+            raise ConfigError(f"model.{section}.{key}", getattr(chosen, key), f"is not for {instead_of}")
 
 
 def _check_batch(config: Config) -> None:

@@ -20,7 +20,7 @@ from fef.config import Config, UserError, assign, check_fields, flatten, head_di
 from fef.hf import Family, family_of
 from fef.hf.fields import Fields, read_fields
 from fef.hf.tensors import TensorFiles, write_tensors
-from fef.model import make_router, run_lengths
+from fef.layers import make_router, run_lengths
 from fef.validation import check_model
 
 TOKENIZER = "tokenizer.json"
