@@ -4,7 +4,7 @@
 
 Needs torch and transformers, which neither fef nor its tests need. Each folder gets the checkpoint as transformers
 writes it, and expected.json: token ids, a mask with padding, logits, and the load-balance loss of transformers' own
-function for each layer alone and for all layers at once. Everything is float32 and drawn from a fixed seed.
+function for each layer alone and, for decoders, for all layers at once. Everything is float32 and drawn from a fixed seed.
 """
 
 import importlib
@@ -31,6 +31,11 @@ COMMON = {
     "rms_norm_eps": 1e-5,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
+SWITCH = {
+    "vocab_size": VOCAB, "d_model": 16, "d_kv": 6, "d_ff": 24, "expert_capacity": 3, "num_layers": 4, "num_heads": 4,
+    "num_sparse_encoder_layers": 2, "num_decoder_layers": 2, "num_sparse_decoder_layers": 1, "num_experts": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "decoder_start_token_id": 0,
+}  # fmt: skip
 FAMILIES = {
     "mixtral": (
         "Mixtral",
@@ -90,6 +95,40 @@ def make(name: str) -> None:
     write(folder, expected)
 
 
+def make_switch() -> None:
+    """Encoder and decoder read as many tokens. The losses are of the first sequence, layer by layer."""
+    torch.manual_seed(1)
+    model = transformers.SwitchTransformersForConditionalGeneration(transformers.SwitchTransformersConfig(**SWITCH))
+    model = model.eval()
+    randomise(model)
+    folder = ROOT / "switch_transformers"
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+    ids, decoder_ids = torch.randint(1, VOCAB, (2, BATCH, SEQ_LEN))
+    mask = torch.ones_like(ids)
+    mask[-1, -PADDING:] = 0
+    module = importlib.import_module(type(model).__module__)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits
+        out = model(ids[:1], decoder_input_ids=decoder_ids[:1], output_router_logits=True)
+    layers = [*out.encoder_router_logits, *out.decoder_router_logits]
+    write(
+        folder,
+        {
+            "input_ids": ids.tolist(),
+            "attention_mask": mask.tolist(),
+            "decoder_input_ids": decoder_ids.tolist(),
+            "logits": rounded(logits),
+            "balance_loss_L": [
+                module.load_balancing_loss_func(layer.softmax(-1), layer.argmax(-1)).item() for layer in layers
+            ],
+            "z_loss_L": [module.router_z_loss_func(layer).item() for layer in layers],
+        },
+    )
+
+
 def randomise(model: torch.nn.Module) -> None:
     """Values that let every tensor matter: norms off 1, biases off 0, routing far from uniform."""
     with torch.no_grad():
@@ -111,6 +150,6 @@ def write(folder: pathlib.Path, expected: dict) -> None:
 
 
 if __name__ == "__main__":
-    for family in sys.argv[1:] or FAMILIES:
-        make(family)
+    for family in sys.argv[1:] or [*FAMILIES, "switch_transformers"]:
+        make_switch() if family == "switch_transformers" else make(family)
         print(f"{family}: {sum(path.stat().st_size for path in (ROOT / family).iterdir()):,} bytes")
