@@ -2,9 +2,9 @@
 // of a member, against weights that lie in the pool, forward and backward, expert by expert.
 //
 // A block is W_gate (D, F), W_up (D, F), W_down (F, D), b_gate (F,), b_up (F,), b_down (D,), of these what the kind of
-// FFN has, float32, contiguous. Each expert is computed as soon as its block
-// can be read, and its gradient sent as soon as it is computed. Forward this host's experts come first and backward last:
-// meanwhile the others' blocks come, and their gradients go.
+// FFN has, float32, contiguous. Each expert is computed as soon as its block can be read, and its gradient sent as soon
+// as it is computed. Forward this host's experts come first and backward last: meanwhile the others' blocks come, and
+// their gradients go.
 //
 // A device that is modelled without values computes y = x w and its gradient, with w (D,) the sum of the means of W_gate,
 // W_up and W_down over F; biases have no part in it.

@@ -146,6 +146,10 @@ def counts_MP(case: Case, inputs: Inputs) -> np.ndarray:
     return rows_MP
 
 
+def test_every_kind_of_ffn_is_tried():
+    assert {case.ffn for case, _, _ in CASES.values()} == set(FFNS)
+
+
 @every_pair
 def test_value_and_gradients(label, variant):
     case, stored = inputs_of(label)
