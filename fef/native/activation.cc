@@ -1,6 +1,7 @@
 #include "activation.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -112,7 +113,10 @@ void ReluBackward(Executor& executor, const std::vector<RowSegment>& segments, i
                   const float*, const float* u, float*, float* du) {
   OverBlocks(executor, segments, width, [=](int64_t begin, int64_t end) {
 #pragma omp simd
-    for (int64_t i = begin; i < end; ++i) du[i] = u[i] <= 0.0f ? 0.0f : dh[i];
+    for (int64_t i = begin; i < end; ++i) {
+      const float dh_i = dh[i];  // read whether or not it counts, for the sake of vector code
+      du[i] = u[i] <= 0.0f ? 0.0f : dh_i;
+    }
   });
 }
 
@@ -135,8 +139,8 @@ void ClampedSwiGluBackward(Executor& executor, const std::vector<RowSegment>& se
       const float dh_i = dh[i], g_i = g[i] >= kLimit ? kLimit : g[i], u_i = Clip(u[i], -kLimit, kLimit);
       const float s = Sigmoid(kSlope * g_i);
       const float du_i = dh_i * g_i * s, dg_i = dh_i * (u_i + 1.0f) * s * (1.0f + kSlope * g_i * (1.0f - s));
-      du[i] = u_i == kLimit || u_i == -kLimit ? 0.0f : du_i;
-      dg[i] = g_i == kLimit ? 0.0f : dg_i;
+      du[i] = std::fabs(u_i) >= kLimit ? 0.0f : du_i;
+      dg[i] = g_i >= kLimit ? 0.0f : dg_i;
     }
   });
 }
