@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small import fast_compilation, small_config  # noqa: F401
+from small import fast_compilation, small_config, take_steps  # noqa: F401
 
 import fef.train
 from fef.checkpoint import Checkpointer
@@ -224,6 +224,16 @@ def train(folder, changes):
         fef.train.run(small_config(RUN | changes), str(folder))
     rows, _ = read_jsonl(folder / "metrics.jsonl")
     return {key: [row[key] for row in rows] for key in ("loss", "grad_norm", "load")}, out.getvalue()
+
+
+@pytest.mark.parametrize("dispatcher", ["pooled", "all_to_all"])
+def test_stacked_layers_microbatches_and_recomputation_change_nothing(dispatcher):
+    """Of biases too, which have a dimension fewer than matrices; 6 experts on 8 positions."""
+    model = PARTS | {"model.ffn": "clamped_swiglu", "model.num_layers": 3}
+    how = {"moe.dispatcher": dispatcher, "model.scan_layers": True, "train.microbatches": 2, "model.remat": "full"}
+    expected, steps = take_steps(model | {"mesh.devices": 1}), take_steps(model | how | {"mesh.devices": 4})
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(steps.curve(name), expected.curve(name), rtol=2e-5, err_msg=name)
 
 
 @every_kind
