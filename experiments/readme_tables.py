@@ -30,6 +30,7 @@ READING_ORDER = (
     "fef/step.py",
     "fef/model.py",
     "fef/moe.py",
+    "fef/ffn.py",
     "fef/routing/__init__.py",
     "fef/routing/top_k.py",
     "fef/dispatch/base.py",

@@ -13,6 +13,7 @@ Error Linear Units (GELUs)", 2016, section 2 (gelu, in the approximation by tanh
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -28,7 +29,7 @@ class Ffn:
     Attributes:
       name: as in the configuration.
       hidden: the activation, of one array (..., F) for each of `inner`, element by element.
-      inner: names of the linear maps from D to F; the one from F to D is called down.
+      inner: names of the linear maps from D to F, up and, before it, gate where there is one; that from F to D is down.
       has_biases: whether each linear map adds a bias.
     """
 
@@ -64,8 +65,7 @@ class Ffn:
 
     def num_elems(self, d_model: int, d_hidden: int) -> int:
         """Of all parts together."""
-        biases = len(self.inner) * d_hidden + d_model if self.has_biases else 0
-        return self.num_matmul_elems(d_model, d_hidden) + biases
+        return sum(math.prod(shape) for shape in self.shapes(d_model, d_hidden).values())
 
     def num_matmul_elems(self, d_model: int, d_hidden: int) -> int:
         """Of the matrices, each of which a row is multiplied with once."""
@@ -77,6 +77,7 @@ class Ffn:
 
 
 FFNS: Registry[Ffn] = Registry("FFN")
+_LIMIT, _SLOPE = 7.0, 1.702  # of clamped_swiglu
 
 
 def _swiglu(g: jax.Array, u: jax.Array) -> jax.Array:
@@ -100,11 +101,11 @@ def _clamped_swiglu(g: jax.Array, u: jax.Array) -> jax.Array:
     return (u + 1) * g * jax.nn.sigmoid(_SLOPE * g)
 
 
-_LIMIT, _SLOPE = 7.0, 1.702
+def _registered(kind: Ffn) -> Ffn:
+    return FFNS.register(kind.name)(kind)
 
-SWIGLU: Ffn = FFNS.register("swiglu")(Ffn("swiglu", _swiglu, ("gate", "up")))
-GELU: Ffn = FFNS.register("gelu")(Ffn("gelu", _gelu, ("up",)))
-RELU: Ffn = FFNS.register("relu")(Ffn("relu", _relu, ("up",)))
-CLAMPED_SWIGLU: Ffn = FFNS.register("clamped_swiglu")(
-    Ffn("clamped_swiglu", _clamped_swiglu, ("gate", "up"), has_biases=True)
-)
+
+SWIGLU = _registered(Ffn("swiglu", _swiglu, ("gate", "up")))
+GELU = _registered(Ffn("gelu", _gelu, ("up",)))
+RELU = _registered(Ffn("relu", _relu, ("up",)))
+CLAMPED_SWIGLU = _registered(Ffn("clamped_swiglu", _clamped_swiglu, ("gate", "up"), has_biases=True))

@@ -118,14 +118,14 @@ def make_inputs(case: Case, assignment: Assignment, seed: int = 0) -> Inputs:
     """Random tokens, experts and target for an assignment with a leading axis of members (as `workload` gives)."""
     rng = np.random.default_rng(seed)
     num_tokens = case.members * case.data * case.tokens
-    table, scale = case.table, D**-0.5
+    kind, table = FFNS.get(case.ffn), case.table
+    scale = D**-0.5 * (4 if kind.has_biases else 1)  # so that something is clipped
 
     def expert_parts(*shape: int) -> np.ndarray:
         w = np.zeros((table.num_positions, *shape), np.float32)
         w[table.position_E] = rng.normal(size=(table.num_experts, *shape)) * scale
         return w
 
-    kind = FFNS.get(case.ffn)
     experts = Experts(kind, {part: expert_parts(*shape) for part, shape in kind.shapes(D, F).items()})
     x_TD, target_TD = rng.normal(size=(2, num_tokens, D)).astype(np.float32)
     token, expert, weight, valid = (

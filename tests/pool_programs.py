@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from fef.ffn import SWIGLU
 from fef.ops.get import get
 from fef.ops.pooled_ffn import pooled_ffn
 from fef.ops.publish import publish
@@ -38,11 +39,12 @@ def get_all(mesh, published, layer, ids_Mn, block_elems, dtype=jnp.float32):
     return run(*published, jnp.int32(layer), jnp.asarray(ids_Mn, jnp.int32))
 
 
-def ffn_all(mesh, published, layer, x_ND, rows_ME, d_expert):
+def ffn_all(mesh, published, layer, x_ND, rows_ME, d_expert, kind=SWIGLU):
     """y (M * N, D)."""
 
     def body(version_M4, chain_M, layer, x_ND, rows_ME):
-        return pooled_ffn(version_M4[0], chain_M[0], layer, x_ND, rows_ME[0], jnp.zeros((0, d_expert)))
+        like_0F = jnp.zeros((0, d_expert))
+        return pooled_ffn(version_M4[0], chain_M[0], layer, x_ND, rows_ME[0], like_0F, kind=kind)
 
     run = island(mesh, body, (TOKENS, TOKENS, REPLICATED, TOKENS, TOKENS), TOKENS)
     return run(*published, jnp.int32(layer), x_ND, jnp.asarray(rows_ME, jnp.int32))

@@ -1,11 +1,11 @@
 import json
 import pathlib
 
-import jax
 import pytest
 from flax import nnx
 
 from fef.config import Config
+from fef.ffn import FFNS
 from fef.flops import matmul_params_active, train_flops_per_token
 from fef.model import Decoder
 from fef.sharding import make_mesh
@@ -60,6 +60,9 @@ def test_what_does_not_change_the_work_of_a_token(config):
         ({"moe.leading_dense": 1, "model.d_ff": 100}, 3 * 64 * 100 - 2 * 3 * 64 * 128 - 64 * 8),
         ({"moe.every": 2, "model.d_ff": 100}, 3 * 64 * 100 - 2 * 3 * 64 * 128 - 64 * 8),
         ({"moe.every": 0, "model.d_ff": 256}, -2 * 64 * 8),  # a dense model of equal active parameters
+        ({"model.ffn": "relu"}, -2 * 2 * 64 * 128),  # in each layer two experts with one matrix fewer
+        ({"model.ffn": "gelu", "moe.leading_dense": 1, "model.d_ff": 100}, 2 * 64 * 100 - 8 * 64 * 128 - 64 * 8),
+        ({"model.ffn": "clamped_swiglu"}, 0),  # biases are no matmuls
     ],
 )
 def test_each_part_of_the_model_counts(config, change, grows_by):
@@ -70,13 +73,15 @@ def test_each_part_of_the_model_counts(config, change, grows_by):
     assert matmul_params_active(config) - before == grows_by
 
 
+@pytest.mark.parametrize("ffn", FFNS.names())
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_count_is_that_of_the_model_itself(config, tied):
+def test_the_count_is_that_of_the_model_itself(config, tied, ffn):
     """With every expert chosen, all matrices are active; an untied embedding is the only one that is not."""
     config.model.tie_embeddings, config.model.num_kv_heads = tied, 2
     config.moe.num_choices, config.moe.num_shared, config.moe.leading_dense = 8, 1, 1
-    config.moe.dispatcher = "reference"
+    config.moe.dispatcher, config.model.ffn = "reference", ffn
     model = nnx.eval_shape(lambda: Decoder(config, make_mesh(1, 1), nnx.Rngs(0)))
-    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim >= 2]
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    sizes = [leaf.size for path, leaf in params if leaf.ndim >= 2 and not str(path[-1]).startswith("b_")]
     embedding = 0 if tied else CASE["V"] * CASE["D"]
     assert sum(sizes) - embedding == matmul_params_active(config)

@@ -23,7 +23,7 @@ from fef.config import Section, UserError, knob
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.pooled import Pooled, Published
 from fef.fabric import calibration, cost
-from fef.ffn import SWIGLU, Ffn
+from fef.ffn import Ffn
 from fef.ops.fluid_ffn import Settings, fluid_ffn
 from fef.ops.grouped_matmul import resolve
 from fef.ops.permute import sort_by_expert
@@ -55,8 +55,6 @@ class Fluid(Pooled):
     def __call__(self, x_TD: jax.Array, assignment: Assignment, experts: Published, layer: jax.Array) -> tuple:
         if resolve(self.matmul) != "native":
             raise UserError(f"config.dispatch.matmul={self.matmul}: fluid computes in the native library; use auto")
-        if experts.kind != SWIGLU:
-            raise UserError(f"config.model.ffn={experts.kind.name}: fluid computes swiglu only; use pooled")
         order = sort_by_expert(assignment, self.table.num_experts)
         quota = self.quota(order.order_N.shape[0])
         load_E = experts.load_MLE[0, layer]
@@ -65,7 +63,7 @@ class Fluid(Pooled):
         )
         weight_N = jnp.where(assignment.valid_N, assignment.weight_N, 0.0)[order.order_N]
         room = quota * (self.table.num_members - 1)
-        settings = Settings(experts.widths[1], room, self.options.deduplicate, self.device)
+        settings = Settings(experts.kind, experts.widths[1], room, self.options.deduplicate, self.device)
         y_TD = fluid_ffn(
             experts.version_M4[0], experts.chain_M[0], layer, x_TD.astype(jnp.float32),
             assignment.token_N[order.order_N], weight_N, order.counts_E, is_visited_E.astype(jnp.int32), settings,

@@ -24,7 +24,7 @@ from fef.config import UserError
 from fef.dispatch import DISPATCHERS
 from fef.dispatch.base import Dispatcher, UnitSizes
 from fef.experts import Experts
-from fef.ffn import SWIGLU, Ffn
+from fef.ffn import Ffn
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.get import get
 from fef.ops.grouped_matmul import resolve, segments_of_counts
@@ -114,9 +114,9 @@ class Pooled(Dispatcher):
         order = sort_by_expert(assignment, self.table.num_experts)
         rows_ND = gather_rows(x_TD, assignment, order)
         version_4, chain = experts.version_M4[0], experts.chain_M[0]
-        if experts.kind == SWIGLU and x_TD.dtype == jnp.float32 and resolve(self.matmul) == "native":
+        if x_TD.dtype == jnp.float32 and resolve(self.matmul) == "native":
             like_0F = jnp.zeros((0, experts.widths[1]), jnp.float32)
-            rows_ND = pooled_ffn(version_4, chain, layer, rows_ND, order.counts_E, like_0F, self.device)
+            rows_ND = pooled_ffn(version_4, chain, layer, rows_ND, order.counts_E, like_0F, self.device, experts.kind)
         else:
             read = self._read(experts, layer, order.counts_E)
             rows_ND = expert_ffn(rows_ND, read, segments_of_counts(order.counts_E), self.matmul, self.device)

@@ -105,7 +105,7 @@ def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
             version_4, chain = publish(handle_2, blocks, len(shapes), jnp.float32)
             is_sent_E = (jnp.arange(members) != jax.lax.axis_index("expert")) & is_sending
             tokens_T = jnp.arange(rows * others, dtype=jnp.int32)
-            settings = Settings(1, rows * others if is_sending else 0, is_deduplicated=False)
+            settings = Settings(SWIGLU, 1, rows * others if is_sending else 0, is_deduplicated=False)
             y_TD = fluid_ffn(
                 version_4, chain, jnp.int32(0), jnp.zeros((rows * others, d_model)), tokens_T,
                 jnp.ones(rows * others), rows * is_sent_E.astype(jnp.int32), is_sent_E.astype(jnp.int32), settings,

@@ -5,17 +5,12 @@
 #include <iterator>
 #include <utility>
 
-#include "swiglu.h"
-
 namespace fef {
 
 FfnTask::FfnTask(const FfnCall& call, bool is_backward, const std::function<bool(int)>& is_computed)
     : call_(call),
       table_(call.domain->shape()),
       segments_(table_.experts),
-      gate_(table_.experts),
-      up_(table_.experts),
-      down_(table_.experts),
       fault_(Check()),
       free_at_(call.device.is_modelled() ? Clock::now() : Clock::time_point()) {
   if (!fault_.ok()) return;
@@ -40,7 +35,11 @@ FfnTask::FfnTask(const FfnCall& call, bool is_backward, const std::function<bool
 }
 
 Status FfnTask::Check() const {
-  const int64_t block_elems = 3 * call_.d_model * call_.d_expert;
+  if (call_.kind == nullptr) {
+    return Status::Error(Code::kInvalidArgument, "pooled_ffn: no native code for the FFN ", call_.ffn,
+                         "; config.dispatch.matmul=jax does without");
+  }
+  const int64_t block_elems = call_.kind->num_elems(call_.d_model, call_.d_expert);
   if (table_.elem_bytes != sizeof(float) || table_.block_elems != block_elems) {
     return Status::Error(Code::kInvalidArgument, "pooled_ffn: table ", table_.name, " holds blocks of ",
                          table_.block_elems, " x ", table_.elem_bytes, " bytes, not the ", block_elems,
@@ -74,16 +73,12 @@ std::string FfnTask::Describe() const {
 
 std::vector<RowSegment> FfnTask::TakePortion(int64_t most_rows, std::vector<Loan>* portion) {
   std::vector<RowSegment> segments;
-  const int64_t matrix = call_.d_model * call_.d_expert;
   const bool is_home = !loans_.empty() && call_.domain->is_home(loans_[0].expert);
   size_t taken = 0;
   for (int64_t rows = 0; taken < loans_.size(); ++taken) {
     const int expert = loans_[taken].expert;
     if (call_.domain->is_home(expert) != is_home || (!is_home && rows >= most_rows && taken > 0)) break;
-    const float* block = static_cast<const float*>(loans_[taken].lease.block());
-    gate_[expert] = block;
-    up_[expert] = block + matrix;
-    down_[expert] = block + 2 * matrix;
+    weights_.Set(table_.experts, expert, static_cast<const float*>(loans_[taken].lease.block()), call_);
     segments.insert(segments.end(), segments_[expert].begin(), segments_[expert].end());
     rows += CountRows(segments_[expert]);
     pending_.erase(std::find(pending_.begin(), pending_.end(), expert));
@@ -113,31 +108,50 @@ void FfnTask::Charge(const std::vector<RowSegment>& segments, double flops_per_r
 std::vector<float> FfnTask::Means(int expert) const {
   const int64_t d = call_.d_model, f = call_.d_expert;
   std::vector<float> w(d);
+  const float* const gate = call_.kind->has_gate ? weights_.w_gate[expert] : nullptr;
+  const float *const up = weights_.w_up[expert], *const down = weights_.w_down[expert];
   for (int64_t k = 0; k < d; ++k) {
-    for (int64_t j = 0; j < f; ++j) w[k] += gate_[expert][k * f + j] + up_[expert][k * f + j];
+    for (int64_t j = 0; j < f; ++j) w[k] += gate == nullptr ? up[k * f + j] : gate[k * f + j] + up[k * f + j];
   }
   for (int64_t j = 0; j < f; ++j) {
-    for (int64_t k = 0; k < d; ++k) w[k] += down_[expert][j * d + k];
+    for (int64_t k = 0; k < d; ++k) w[k] += down[j * d + k];
   }
   for (float& mean : w) mean /= float(f);
   return w;
 }
 
+void FfnTask::SetOnes(int64_t num_rows) {
+  if (!call_.kind->has_biases) return;
+  ones_ = Allocate(num_rows);
+  std::fill_n(ones_.get(), num_rows, 1.0f);
+}
+
 void FfnForward::ComputeNext(Executor& executor, int64_t most_rows, int64_t num_rows) {
-  if (h_ == nullptr) h_ = Allocate(num_rows * call_.d_expert);
+  if (h_ == nullptr) {
+    h_ = Allocate(num_rows * call_.d_expert);
+    SetOnes(num_rows);
+  }
   std::vector<Loan> loans;
   const std::vector<RowSegment> segments = TakePortion(most_rows, &loans);
   if (call_.device.has_values) Compute(executor, segments);
   else StandIn(executor, segments);
-  Charge(segments, 6.0 * call_.d_model * call_.d_expert);
+  Charge(segments, call_.kind->FlopsPerRow(call_.d_model, call_.d_expert));
 }
 
 void FfnForward::Compute(Executor& executor, const std::vector<RowSegment>& segments) {
-  const int64_t d = call_.d_model, f = call_.d_expert, n = used_rows_;
-  GroupedMatmul(executor, segments, n, x_, d, gate_.data(), false, g_, f, 0.0f);
-  GroupedMatmul(executor, segments, n, x_, d, up_.data(), false, u_, f, 0.0f);
-  SwiGlu(executor, segments, f, g_, u_, h_.get());
-  GroupedMatmul(executor, segments, n, h_.get(), f, down_.data(), false, y_, d, 0.0f);
+  const int64_t d = call_.d_model, f = call_.d_expert;
+  if (call_.kind->has_gate) Linear(executor, segments, x_, d, weights_.w_gate, weights_.b_gate, g_, f);
+  Linear(executor, segments, x_, d, weights_.w_up, weights_.b_up, u_, f);
+  call_.kind->activate(executor, segments, f, g_, u_, h_.get());
+  Linear(executor, segments, h_.get(), f, weights_.w_down, weights_.b_down, y_, d);
+}
+
+void FfnForward::Linear(Executor& executor, const std::vector<RowSegment>& segments, const float* in, int64_t inner,
+                        const std::vector<const float*>& w, const std::vector<const float*>& b, float* out,
+                        int64_t outer) {
+  GroupedMatmul(executor, segments, used_rows_, in, inner, w.data(), false, out, outer, 0.0f);
+  if (b.empty()) return;
+  GroupedMatmul(executor, segments, used_rows_, ones_.get(), 1, b.data(), false, out, outer, 1.0f);
 }
 
 void FfnForward::StandIn(Executor& executor, const std::vector<RowSegment>& segments) {
@@ -161,14 +175,10 @@ Status FfnBackward::Stage(const std::vector<int>& experts, int64_t num_rows, Exe
   std::vector<float*> staged;
   Status status = call_.domain->StageGradients(call_.version, call_.rank, call_.layer, stage_, experts, &staged, executor);
   if (!status.ok()) return status;
-  const int64_t matrix = call_.d_model * call_.d_expert;
-  for (auto* gradients : {&d_gate_, &d_up_, &d_down_}) gradients->resize(table_.experts);
-  for (size_t i = 0; i < staged.size(); ++i) {
-    d_gate_[experts[i]] = staged[i];
-    d_up_[experts[i]] = staged[i] + matrix;
-    d_down_[experts[i]] = staged[i] + 2 * matrix;
-  }
-  for (auto* scratch : {&h_, &dh_, &dg_, &du_}) *scratch = Allocate(num_rows * call_.d_expert);
+  for (size_t i = 0; i < staged.size(); ++i) gradients_.Set(table_.experts, experts[i], staged[i], call_);
+  for (auto* scratch : {&h_, &dh_, &du_}) *scratch = Allocate(num_rows * call_.d_expert);
+  if (call_.kind->has_gate) dg_ = Allocate(num_rows * call_.d_expert);
+  SetOnes(num_rows);
   return Status::Ok();
 }
 
@@ -178,7 +188,7 @@ void FfnBackward::ComputeNext(Executor& executor) {
   if (segments.empty()) return;
   if (call_.device.has_values) Compute(executor, segments);
   else StandIn(executor, segments);
-  Charge(segments, 12.0 * call_.d_model * call_.d_expert);
+  Charge(segments, 2 * call_.kind->FlopsPerRow(call_.d_model, call_.d_expert));
   for (const RowSegment& segment : segments) {
     if (computed_.empty() || computed_.back() != segment.expert) computed_.push_back(segment.expert);
   }
@@ -192,20 +202,31 @@ Status FfnBackward::SendComputed(Executor& executor) {
 }
 
 void FfnBackward::SetZero(int expert) {
-  std::fill_n(d_gate_[expert], table_.block_elems, 0.0f);
+  float* const first = call_.kind->has_gate ? gradients_.w_gate[expert] : gradients_.w_up[expert];
+  std::fill_n(first, table_.block_elems, 0.0f);
   computed_.push_back(expert);
 }
 
 void FfnBackward::Compute(Executor& executor, const std::vector<RowSegment>& segments) {
   const int64_t d = call_.d_model, f = call_.d_expert, n = used_rows_;
-  GroupedMatmul(executor, segments, n, dy_, d, down_.data(), true, dh_.get(), f, 0.0f);
-  SwiGlu(executor, segments, f, g_, u_, h_.get());
-  SwiGluBackward(executor, segments, f, dh_.get(), g_, u_, dg_.get(), du_.get());
-  GroupedMatmul(executor, segments, n, dg_.get(), f, gate_.data(), true, dx_, d, 0.0f);
-  GroupedMatmul(executor, segments, n, du_.get(), f, up_.data(), true, dx_, d, 1.0f);
-  GroupedOuter(executor, segments, n, h_.get(), f, dy_, d, Of(segments, d_down_).data(), table_.experts);
-  GroupedOuter(executor, segments, n, x_, d, dg_.get(), f, Of(segments, d_gate_).data(), table_.experts);
-  GroupedOuter(executor, segments, n, x_, d, du_.get(), f, Of(segments, d_up_).data(), table_.experts);
+  const bool has_gate = call_.kind->has_gate;
+  GroupedMatmul(executor, segments, n, dy_, d, weights_.w_down.data(), true, dh_.get(), f, 0.0f);
+  call_.kind->activate(executor, segments, f, g_, u_, h_.get());
+  call_.kind->backward(executor, segments, f, dh_.get(), g_, u_, dg_.get(), du_.get());
+  if (has_gate) GroupedMatmul(executor, segments, n, dg_.get(), f, weights_.w_gate.data(), true, dx_, d, 0.0f);
+  GroupedMatmul(executor, segments, n, du_.get(), f, weights_.w_up.data(), true, dx_, d, has_gate ? 1.0f : 0.0f);
+  LinearGradients(executor, segments, h_.get(), f, dy_, d, gradients_.w_down, gradients_.b_down);
+  if (has_gate) LinearGradients(executor, segments, x_, d, dg_.get(), f, gradients_.w_gate, gradients_.b_gate);
+  LinearGradients(executor, segments, x_, d, du_.get(), f, gradients_.w_up, gradients_.b_up);
+}
+
+void FfnBackward::LinearGradients(Executor& executor, const std::vector<RowSegment>& segments, const float* in,
+                                  int64_t inner, const float* d_out, int64_t outer, const std::vector<float*>& d_w,
+                                  const std::vector<float*>& d_b) {
+  const int64_t n = used_rows_;
+  GroupedOuter(executor, segments, n, in, inner, d_out, outer, Of(segments, d_w).data(), table_.experts);
+  if (d_b.empty()) return;
+  GroupedOuter(executor, segments, n, ones_.get(), 1, d_out, outer, Of(segments, d_b).data(), table_.experts);
 }
 
 void FfnBackward::StandIn(Executor& executor, const std::vector<RowSegment>& segments) {
@@ -228,10 +249,14 @@ void FfnBackward::StandIn(Executor& executor, const std::vector<RowSegment>& seg
     }
     for (int64_t k = 0; k < d; ++k) dw[k] /= float(f);
     for (int64_t k = 0; k < d; ++k) {
-      std::fill_n(d_gate_[expert] + k * f, f, dw[k]);
-      std::fill_n(d_up_[expert] + k * f, f, dw[k]);
+      if (call_.kind->has_gate) std::fill_n(gradients_.w_gate[expert] + k * f, f, dw[k]);
+      std::fill_n(gradients_.w_up[expert] + k * f, f, dw[k]);
     }
-    for (int64_t j = 0; j < f; ++j) std::copy(dw.begin(), dw.end(), d_down_[expert] + j * d);
+    for (int64_t j = 0; j < f; ++j) std::copy(dw.begin(), dw.end(), gradients_.w_down[expert] + j * d);
+    if (!call_.kind->has_biases) return;
+    if (call_.kind->has_gate) std::fill_n(gradients_.b_gate[expert], f, 0.0f);
+    std::fill_n(gradients_.b_up[expert], f, 0.0f);
+    std::fill_n(gradients_.b_down[expert], d, 0.0f);
   });
 }
 

@@ -1,12 +1,13 @@
-// What every expert FFN over the pool is made of: y = (silu(x W_gate) * x W_up) W_down for rows of a member, against
-// weights that lie in the pool, forward and backward, expert by expert.
+// What every expert FFN over the pool is made of: y = hidden(x W_gate + b_gate, x W_up + b_up) W_down + b_down for rows
+// of a member, against weights that lie in the pool, forward and backward, expert by expert.
 //
-// A block is W_gate (D, F), W_up (D, F), W_down (F, D), float32, contiguous. Each expert is computed as soon as its block
-// can be read, and its gradient sent as soon as it is computed. Forward this host's experts come first and backward last:
-// meanwhile the others' blocks come, and their gradients go.
+// A block is W_gate (D, F), W_up (D, F), W_down (F, D), b_gate (F,), b_up (F,), b_down (D,), of these what the kind of
+// FFN has, float32, contiguous. Each expert is computed as soon as its block can be read, and its gradient sent as soon
+// as it is computed. Forward this host's experts come first and backward last: meanwhile the others' blocks come, and
+// their gradients go.
 //
 // A device that is modelled without values computes y = x w and its gradient, with w (D,) the sum of the means of W_gate,
-// W_up and W_down over F.
+// W_up and W_down over F; biases have no part in it.
 #ifndef FEF_FFN_TASK_H_
 #define FEF_FFN_TASK_H_
 
@@ -16,8 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "floats.h"
+#include "activation.h"
 #include "device.h"
+#include "floats.h"
 #include "gemm.h"
 #include "task.h"
 
@@ -31,6 +33,8 @@ struct FfnCall {
   int64_t run = 0;  // the execution of the program
   int rank = 0;
   int layer = 0;
+  std::string ffn;  // name of the kind
+  const FfnKind* kind = nullptr;
   Device device;
   DeviceQueue* queue = nullptr;
   int64_t num_rows = 0;           // N, assignments of the member
@@ -38,6 +42,28 @@ struct FfnCall {
   int64_t d_expert = 0;           // F
   int64_t num_experts = 0;        // E
   const int32_t* rows = nullptr;  // (E,), read at once
+};
+
+// Where the parts of the experts' blocks, or of their gradients, lie; by expert.
+template <typename Float>
+struct BlockParts {
+  std::vector<Float*> w_gate, w_up, w_down, b_gate, b_up, b_down;
+
+  void Set(size_t num_experts, int expert, Float* block, const FfnCall& call) {
+    auto take = [&](std::vector<Float*>& part, int64_t elems) {
+      part.resize(num_experts);
+      part[expert] = block;
+      block += elems;
+    };
+    const int64_t matrix = call.d_model * call.d_expert;
+    if (call.kind->has_gate) take(w_gate, matrix);
+    take(w_up, matrix);
+    take(w_down, matrix);
+    if (!call.kind->has_biases) return;
+    if (call.kind->has_gate) take(b_gate, call.d_expert);
+    take(b_up, call.d_expert);
+    take(b_down, call.d_model);
+  }
 };
 
 // Which experts are still to be computed, on which rows, and the blocks that are here for it.
@@ -60,6 +86,8 @@ class FfnTask : public Task {
   void Charge(const std::vector<RowSegment>& segments, double flops_per_row);
   // Of the stand-in for an expert's matmuls.
   std::vector<float> Means(int expert) const;
+  // Before anything is computed on arrays of so many rows.
+  void SetOnes(int64_t num_rows);
   bool is_over() const { return pending_.empty() && loans_.empty(); }
 
   const FfnCall call_;
@@ -67,7 +95,8 @@ class FfnTask : public Task {
   std::vector<std::vector<RowSegment>> segments_;  // by expert
   std::vector<int> pending_;                       // experts, in the order in which they are wanted
   int64_t used_rows_ = 0;                          // of the member's own
-  std::vector<const float*> gate_, up_, down_;     // by expert
+  BlockParts<const float> weights_;
+  FloatArray ones_;  // (N,), where there are biases: a bias is a matmul with it, and its gradient too
   Status fault_;
 
  private:
@@ -77,7 +106,7 @@ class FfnTask : public Task {
   Clock::time_point free_at_;
 };
 
-// x -> y, and g = x W_gate, u = x W_up for the backward pass.
+// x -> y, and g = x W_gate + b_gate, u = x W_up + b_up for the backward pass.
 class FfnForward : public FfnTask {
  public:
   FfnForward(const FfnCall& call, const std::function<bool(int)>& is_computed, const float* x, float* y, float* g,
@@ -93,6 +122,9 @@ class FfnForward : public FfnTask {
 
  private:
   void Compute(Executor& executor, const std::vector<RowSegment>& segments);
+  // out = in W + b.
+  void Linear(Executor& executor, const std::vector<RowSegment>& segments, const float* in, int64_t inner,
+              const std::vector<const float*>& w, const std::vector<const float*>& b, float* out, int64_t outer);
   void StandIn(Executor& executor, const std::vector<RowSegment>& segments);
 
   FloatArray h_;
@@ -122,10 +154,13 @@ class FfnBackward : public FfnTask {
  private:
   void Compute(Executor& executor, const std::vector<RowSegment>& segments);
   void StandIn(Executor& executor, const std::vector<RowSegment>& segments);
+  // The gradients of W and b, from those of in W + b.
+  void LinearGradients(Executor& executor, const std::vector<RowSegment>& segments, const float* in, int64_t inner,
+                       const float* d_out, int64_t outer, const std::vector<float*>& d_w, const std::vector<float*>& d_b);
   std::vector<float*> Of(const std::vector<RowSegment>& segments, const std::vector<float*>& gradients) const;
 
   int stage_ = -1;
-  std::vector<float*> d_gate_, d_up_, d_down_;  // by expert
+  BlockParts<float> gradients_;
   FloatArray h_, dh_, dg_, du_;
   std::vector<int> computed_;  // not yet sent
 };

@@ -25,7 +25,7 @@ struct FluidCall {
 template <typename Float>
 struct FluidArrays {
   Float *x = nullptr, *y = nullptr;  // (M, D)
-  Float *g = nullptr, *u = nullptr;  // (M, F)
+  Float *g = nullptr, *u = nullptr;  // (M, F); without a gate nothing is at g
 };
 
 // x: (T, D) -> y: (T, D).

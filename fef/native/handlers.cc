@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -446,25 +447,27 @@ XLA_FFI_DEFINE_HANDLER(kRelease, ReleaseHandler,
                        ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
 
 FfnCall MakeFfnCall(const Place& place, ffi::RunId run, int32_t ordinal, const Scalar& layer, const Floats& x_ND,
-                    const Floats& g_NF, const Ints& rows_E, const Device& device) {
+                    const Floats& u_NF, const Ints& rows_E, const Device& device, std::string_view ffn) {
   FfnCall call;
   call.domain = place.domain;
   call.version = place.version;
   call.run = run.run_id;
   call.rank = place.rank;
   call.layer = *layer.typed_data();
+  call.ffn = ffn;
+  call.kind = FindFfnKind(ffn);
   call.device = device;
   call.queue = &QueueOf(ordinal);
   call.num_rows = x_ND.dimensions()[0];
   call.d_model = x_ND.dimensions()[1];
-  call.d_expert = g_NF.dimensions()[1];
+  call.d_expert = u_NF.dimensions()[1];
   call.num_experts = int64_t(rows_E.element_count());
   call.rows = rows_E.typed_data();
   return call;
 }
 
 // The bindings of the expert FFNs have parts in common: what they begin with, a member's sorted assignments (token,
-// weight, rows, is_visiting), and the device.
+// weight, rows, is_visiting), the device, and the kind of FFN.
 auto BindFfn() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::RunId>()
@@ -482,46 +485,49 @@ auto Assigned(Binding binding) {
 }
 
 template <typename Binding>
-auto OnDevice(Binding binding) {
+auto Computing(Binding binding) {
   return std::move(binding)
       .template Attr<double>("flops")
       .template Attr<double>("half_rows")
-      .template Attr<bool>("has_values");
+      .template Attr<bool>("has_values")
+      .template Attr<std::string_view>("ffn");
 }
 
-// chain, x_ND, rows_E -> y_ND, g_NF, u_NF.
+// chain, x_ND, rows_E -> y_ND, g_NF ((0, F) without a gate), u_NF.
 ffi::Future PooledFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
                              Scalar layer, Token, Floats x, Ints rows, ffi::Result<Floats> y, ffi::Result<Floats> g,
-                             ffi::Result<Floats> u, double flops, double half_rows, bool has_values) {
+                             ffi::Result<Floats> u, double flops, double half_rows, bool has_values,
+                             std::string_view ffn) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
-  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, *g, rows, {flops, half_rows, has_values});
+  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, *u, rows, {flops, half_rows, has_values}, ffn);
   return Start(place, pool, PooledFfn(call, x.typed_data(), y->typed_data(), g->typed_data(), u->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfn, PooledFfnHandler,
-                       OnDevice(BindFfn().Arg<Floats>().Arg<Ints>().Ret<Floats>().Ret<Floats>().Ret<Floats>()));
+                       Computing(BindFfn().Arg<Floats>().Arg<Ints>().Ret<Floats>().Ret<Floats>().Ret<Floats>()));
 
 // chain, dy_ND, x_ND, g_NF, u_NF, rows_E -> dx_ND, token.
 ffi::Future PooledFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordinal, Ints version, Ints member,
                                      Scalar layer, Token, Floats dy, Floats x, Floats g, Floats u, Ints rows,
                                      ffi::Result<Floats> dx, ffi::Result<Token> token, double flops, double half_rows,
-                                     bool has_values) {
+                                     bool has_values, std::string_view ffn) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   *token->typed_data() = 0.0f;
-  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, g, rows, {flops, half_rows, has_values});
+  const FfnCall call = MakeFfnCall(place, run, ordinal, layer, x, u, rows, {flops, half_rows, has_values}, ffn);
   return Start(place, pool, PooledFfnBackward(call, dy.typed_data(), x.typed_data(), g.typed_data(), u.typed_data(),
                                               dx->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kPooledFfnBackward, PooledFfnBackwardHandler,
-                       OnDevice(BindFfn().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Ints>()
+                       Computing(BindFfn().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Ints>()
                            .Ret<Floats>().Ret<Token>()));
 
 FluidCall MakeFluidCall(const Place& place, ffi::RunId run, int32_t ordinal, const Scalar& layer, const Floats& x_TD,
-                        const Floats& x_MD, const Floats& g_MF, const Ints& token_N, const Vector& weight_N,
-                        const Ints& rows_E, const Ints& is_visiting_E, const Device& device, bool is_deduplicated) {
+                        const Floats& x_MD, const Floats& u_MF, const Ints& token_N, const Vector& weight_N,
+                        const Ints& rows_E, const Ints& is_visiting_E, const Device& device, std::string_view ffn,
+                        bool is_deduplicated) {
   FluidCall call;
-  call.ffn = MakeFfnCall(place, run, ordinal, layer, x_MD, g_MF, rows_E, device);
+  call.ffn = MakeFfnCall(place, run, ordinal, layer, x_MD, u_MF, rows_E, device, ffn);
   call.ffn.num_rows = int64_t(token_N.element_count());
   call.assignments = {token_N.typed_data(), weight_N.typed_data(), rows_E.typed_data(), is_visiting_E.typed_data(),
                       x_TD.dimensions()[0]};
@@ -535,17 +541,17 @@ ffi::Future FluidFfnHandler(ffi::RunId run, ffi::ThreadPool pool, int32_t ordina
                             Scalar layer, Token, Floats x, Ints token, Vector weight, Ints rows, Ints is_visiting,
                             ffi::Result<Floats> y, ffi::Result<Floats> x_MD, ffi::Result<Floats> y_MD,
                             ffi::Result<Floats> g_MF, ffi::Result<Floats> u_MF, double flops, double half_rows,
-                            bool has_values, bool is_deduplicated) {
+                            bool has_values, std::string_view ffn, bool is_deduplicated) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
-  const FluidCall call = MakeFluidCall(place, run, ordinal, layer, x, *x_MD, *g_MF, token, weight, rows, is_visiting,
-                                       {flops, half_rows, has_values}, is_deduplicated);
+  const FluidCall call = MakeFluidCall(place, run, ordinal, layer, x, *x_MD, *u_MF, token, weight, rows, is_visiting,
+                                       {flops, half_rows, has_values}, ffn, is_deduplicated);
   return Start(place, pool,
                FluidFfn(call, x.typed_data(), y->typed_data(),
                         {x_MD->typed_data(), y_MD->typed_data(), g_MF->typed_data(), u_MF->typed_data()}));
 }
 XLA_FFI_DEFINE_HANDLER(kFluidFfn, FluidFfnHandler,
-                       OnDevice(Assigned(BindFfn().Arg<Floats>()).Ret<Floats>().Ret<Floats>().Ret<Floats>()
+                       Computing(Assigned(BindFfn().Arg<Floats>()).Ret<Floats>().Ret<Floats>().Ret<Floats>()
                            .Ret<Floats>().Ret<Floats>()).Attr<bool>("is_deduplicated"));
 
 // chain, dy_TD, x_MD, y_MD, g_MF, u_MF, token_N, weight_N, rows_E, is_visiting_E -> dx_TD, dweight_N, token.
@@ -553,19 +559,19 @@ ffi::Future FluidFfnBackwardHandler(ffi::RunId run, ffi::ThreadPool pool, int32_
                                     Scalar layer, Token, Floats dy, Floats x_MD, Floats y_MD, Floats g_MF, Floats u_MF,
                                     Ints token, Vector weight, Ints rows, Ints is_visiting, ffi::Result<Floats> dx,
                                     ffi::Result<Vector> dweight, ffi::Result<Token> done, double flops,
-                                    double half_rows, bool has_values, bool is_deduplicated) {
+                                    double half_rows, bool has_values, std::string_view ffn, bool is_deduplicated) {
   Place place;
   if (Status status = place.Resolve(version, member); !status.ok()) return Completed(status);
   *done->typed_data() = 0.0f;
-  const FluidCall call = MakeFluidCall(place, run, ordinal, layer, dy, x_MD, g_MF, token, weight, rows, is_visiting,
-                                       {flops, half_rows, has_values}, is_deduplicated);
+  const FluidCall call = MakeFluidCall(place, run, ordinal, layer, dy, x_MD, u_MF, token, weight, rows, is_visiting,
+                                       {flops, half_rows, has_values}, ffn, is_deduplicated);
   return Start(place, pool,
                FluidFfnBackward(call, dy.typed_data(),
                                 {x_MD.typed_data(), y_MD.typed_data(), g_MF.typed_data(), u_MF.typed_data()},
                                 dx->typed_data(), dweight->typed_data()));
 }
 XLA_FFI_DEFINE_HANDLER(kFluidFfnBackward, FluidFfnBackwardHandler,
-                       OnDevice(Assigned(BindFfn().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
+                       Computing(Assigned(BindFfn().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Floats>()
                            .Arg<Floats>()).Ret<Floats>().Ret<Vector>().Ret<Token>()).Attr<bool>("is_deduplicated"));
 
 // Waits for all blocks and copies them.

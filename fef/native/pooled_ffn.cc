@@ -21,7 +21,7 @@ class Forward : public FfnForward {
     if (!is_begun_) {
       is_begun_ = true;
       ZeroTail(call_, used_rows_, call_.d_model, y_);
-      ZeroTail(call_, used_rows_, call_.d_expert, g_);
+      if (call_.kind->has_gate) ZeroTail(call_, used_rows_, call_.d_expert, g_);
       ZeroTail(call_, used_rows_, call_.d_expert, u_);
     }
     const bool was_over = is_over();  // then only the device was still busy

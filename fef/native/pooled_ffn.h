@@ -11,7 +11,7 @@
 
 namespace fef {
 
-// x: (N, D) -> y: (N, D), and g, u: (N, F) for the backward pass.
+// x: (N, D) -> y: (N, D), and g, u: (N, F) for the backward pass; without a gate nothing is at g.
 std::shared_ptr<Task> PooledFfn(const FfnCall& call, const float* x, float* y, float* g, float* u);
 
 // dy, x: (N, D), g, u: (N, F) -> dx: (N, D).

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fef.ffn import Ffn
 from fef.ops.device import REAL, Device
 from fef.ops.first_order import first_order
+from fef.ops.pooled_ffn import HIDDEN
 from fef.ops.publish import TOKEN
 from fef.sharding import member_index
 
@@ -27,6 +29,7 @@ class Settings(NamedTuple):
     """What is fixed when a program is compiled.
 
     Attributes:
+      kind: of the experts; the native library must have it.
       d_expert: F.
       room: rows of other members, one for each assignment, that can visit this one; 0: nobody visits anybody, and the
         members do not wait for each other's rows.
@@ -34,6 +37,7 @@ class Settings(NamedTuple):
       device: whose time this takes; see `fef.ops.device`.
     """
 
+    kind: Ffn
     d_expert: int
     room: int
     is_deduplicated: bool = True
@@ -43,7 +47,8 @@ class Settings(NamedTuple):
     def attributes(self) -> dict:
         """Of the custom calls."""
         return {
-            **self.device.rates, "has_values": self.device.has_values, "is_deduplicated": self.is_deduplicated
+            **self.device.rates, "has_values": self.device.has_values, "ffn": self.kind.name,
+            "is_deduplicated": self.is_deduplicated,
         }  # fmt: skip
 
 
@@ -88,7 +93,8 @@ def _forward(version_4, chain, layer, x_TD, token_N, weight_N, rows_E, is_visite
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     rows, width = token_N.shape[0] + settings.room, x_TD.shape[1]
-    kept = (floats(rows, width), floats(rows, width), floats(rows, settings.d_expert), floats(rows, settings.d_expert))
+    hidden = [floats(rows if name in settings.kind.inner else 0, settings.d_expert) for name in HIDDEN]
+    kept = (floats(rows, width), floats(rows, width), *hidden)
     call = jax.ffi.ffi_call("fef_fluid_ffn", (floats(*x_TD.shape), *kept))
     operands = (version_4, member_index(), layer, chain, x_TD, token_N, weight_N, rows_E, is_visited_E)
     return call(*operands, **settings.attributes)

@@ -65,6 +65,19 @@ CASES: dict[str, tuple[Case, list[str], list[Variant]]] = {
     "data axis of 2": (Case(2, 5, 2, 4, data=2), ["hot_rank", "ragged_sources", "zero_load"], [POOLED_GET, *ALL_FLUID]),
     "irregular": (Case(2, 4, 2, 4, regular=False), ["irregular", "nothing valid"], [POOLED_GET, *ALL_FLUID]),
     "recomputed": (Case(2, 5, 2, 4, rerun=True), ["balanced", "zero_load"], [POOLED_GET, *ALL_FLUID]),
+    "gelu": (Case(4, 6, 2, 8, ffn="gelu"), ["hot_experts", "zero_load"], [POOLED_GET, *ALL_FLUID]),
+    "relu": (Case(2, 5, 2, 4, ffn="relu"), ["spread_hot", "zero_load"], [POOLED_GET, *ALL_FLUID]),
+    "clamped_swiglu": (
+        Case(4, 6, 2, 8, ffn="clamped_swiglu"),
+        ["hot_experts", "zero_load", "one token in all"],
+        [POOLED_GET, SHIFTED, *ALL_FLUID],
+    ),
+    "clamped_swiglu, data axis of 2": (
+        Case(2, 5, 2, 4, data=2, ffn="clamped_swiglu"),
+        ["hot_rank", "ragged_sources"],
+        [FLUID, TOKENS],
+    ),
+    "clamped_swiglu, bfloat16": (Case(2, 4, 2, 4, dtype="bfloat16", ffn="clamped_swiglu"), ["balanced"], [TOKENS]),
     "bfloat16": (Case(2, 4, 2, 4, dtype="bfloat16"), ["balanced", "hot_experts"], [TOKENS]),
 }
 PAIRS = [
@@ -131,6 +144,10 @@ def counts_MP(case: Case, inputs: Inputs) -> np.ndarray:
     rows_MP = np.zeros((members, table.num_positions), int)
     np.add.at(rows_MP, (member_N[valid_N], table.position_E[expert_N[valid_N]]), 1)
     return rows_MP
+
+
+def test_every_kind_of_ffn_is_tried():
+    assert {case.ffn for case, _, _ in CASES.values()} == set(FFNS)
 
 
 @every_pair

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
+#include "activation.h"
 #include "gemm.h"
 #include "parallel.h"
-#include "swiglu.h"
 
 namespace {
 
@@ -163,29 +163,74 @@ void TestSegmentChecks() {
   Check(y[10 * 3] == 1.0f && y[689 * 3 + 2] == 1.0f, "ZeroOtherRows leaves rows of segments");
 }
 
-void TestSwiGlu() {
+// h, and its derivatives by g and u.
+struct Hidden {
+  double h, by_g, by_u;
+};
+
+Hidden SwiGlu(double g, double u) {
+  const double s = 1 / (1 + std::exp(-g));
+  return {g * s * u, u * s * (1 + g * (1 - s)), g * s};
+}
+
+Hidden Gelu(double, double u) {
+  const double root = std::sqrt(2 / M_PI), t = std::tanh(root * (u + 0.044715 * u * u * u));
+  return {u / 2 * (1 + t), 0, (1 + t) / 2 + u / 2 * (1 - t * t) * root * (1 + 3 * 0.044715 * u * u)};
+}
+
+Hidden Relu(double, double u) { return {u > 0 ? u : 0, 0, u > 0 ? 1.0 : 0.0}; }
+
+Hidden ClampedSwiGlu(double g, double u) {
+  const bool is_free_g = g < 7, is_free_u = std::fabs(u) < 7;
+  g = std::fmin(g, 7), u = std::fmax(std::fmin(u, 7), -7);
+  const double s = 1 / (1 + std::exp(-1.702 * g));
+  return {(u + 1) * g * s, is_free_g ? (u + 1) * s * (1 + 1.702 * g * (1 - s)) : 0, is_free_u ? g * s : 0};
+}
+
+void TestActivation(const std::string& name, Hidden (*wanted)(double, double)) {
+  const fef::FfnKind* kind = fef::FindFfnKind(name);
+  if (kind == nullptr) return Check(false, "there is no " + name);
   const int64_t n = 40001;  // several blocks and a remainder
-  Floats g = Random(n, 6, 4.0f), u = Random(n, 7), dh = Random(n, 8), h(n), dg(n), du(n);
+  Floats g = Random(n, 6, 4.0f), u = Random(n, 7, kind->has_biases ? 4.0f : 1.0f), dh = Random(n, 8), h(n), dg(n), du(n);
   const std::vector<fef::RowSegment> row = {{0, 1, 0}};
-  g[0] = 0.0f, g[1] = 500.0f, g[2] = -500.0f, g[3] = 88.5f, g[4] = -88.5f;
+  Floats& gate = kind->has_gate ? g : u;
+  gate[0] = 0.0f, gate[1] = 500.0f, gate[2] = -500.0f, gate[3] = 88.5f, gate[4] = -88.5f, gate[5] = 7.0f;
+  u[6] = 7.0f, u[7] = -7.0f, u[8] = 7.5f, u[9] = -7.5f;
   Threads threads(4);
-  fef::SwiGlu(threads, row, n, g.data(), u.data(), h.data());
-  fef::SwiGluBackward(threads, row, n, dh.data(), g.data(), u.data(), dg.data(), du.data());
+  kind->activate(threads, row, n, g.data(), u.data(), h.data());
+  kind->backward(threads, row, n, dh.data(), g.data(), u.data(), dg.data(), du.data());
   double error = 0.0;
   for (int64_t i = 0; i < n; ++i) {
-    const double x = g[i], s = 1.0 / (1.0 + std::exp(-x));
     auto compare = [&](double got, double want) { error = std::fmax(error, std::fabs(got - want) / (1 + std::fabs(want))); };
-    compare(h[i], x * s * u[i]);
-    compare(du[i], dh[i] * x * s);
-    compare(dg[i], dh[i] * u[i] * s * (1 + x * (1 - s)));
+    const Hidden want = wanted(g[i], u[i]);
+    compare(h[i], want.h);
+    compare(dg[i], dh[i] * want.by_g);
+    compare(du[i], dh[i] * want.by_u);
   }
-  Check(error < 2e-6, "SwiGlu: relative error " + std::to_string(error));
+  Check(error < 2e-6, name + ": relative error " + std::to_string(error));
   Floats in_place = dh;
-  fef::SwiGluBackward(threads, row, n, in_place.data(), g.data(), u.data(), in_place.data(), du.data());
-  Check(in_place == dg, "SwiGluBackward in place");
-  g[0] = NAN;
-  fef::SwiGlu(threads, row, n, g.data(), u.data(), h.data());
-  Check(std::isnan(h[0]) && !std::isnan(h[1]), "SwiGlu keeps NaN");
+  if (kind->has_gate) {
+    kind->backward(threads, row, n, in_place.data(), g.data(), u.data(), in_place.data(), du.data());
+    Check(in_place == dg, name + " backward in place");
+  } else {
+    kind->backward(threads, row, n, in_place.data(), nullptr, u.data(), nullptr, in_place.data());
+    Check(in_place == du, name + " backward in place, without arrays for a gate");
+  }
+  gate[0] = NAN;
+  kind->activate(threads, row, n, g.data(), u.data(), h.data());
+  Check(std::isnan(h[0]) && !std::isnan(h[1]), name + " keeps NaN");
+}
+
+void TestFfnKinds() {
+  TestActivation("swiglu", SwiGlu);
+  TestActivation("gelu", Gelu);
+  TestActivation("relu", Relu);
+  TestActivation("clamped_swiglu", ClampedSwiGlu);
+  Check(fef::FindFfnKind("swish") == nullptr, "there is no swish");
+  Check(fef::FindFfnKind("swiglu")->num_elems(5, 7) == 3 * 35, "elements of swiglu");
+  Check(fef::FindFfnKind("relu")->num_elems(5, 7) == 2 * 35, "elements of relu");
+  Check(fef::FindFfnKind("clamped_swiglu")->num_elems(5, 7) == 3 * 35 + 2 * 7 + 5, "elements of clamped_swiglu");
+  Check(fef::FindFfnKind("gelu")->FlopsPerRow(5, 7) == 140.0, "arithmetic of gelu");
 }
 
 // Handlers of several devices run at the same time.
@@ -209,7 +254,7 @@ int main() {
   }
   TestGroupedOuter();
   TestSegmentChecks();
-  TestSwiGlu();
+  TestFfnKinds();
   TestConcurrentCalls();
   std::puts(num_failures == 0 ? "all passed" : "some failed");
   return num_failures;

@@ -8,7 +8,7 @@ import pytest
 
 from fef.native import build
 
-SOURCES = ("gemm.cc", "library.cc", "parallel.cc", "swiglu.cc")
+SOURCES = ("activation.cc", "gemm.cc", "library.cc", "parallel.cc")
 
 
 @pytest.mark.parametrize("sanitize", build.SANITIZERS)

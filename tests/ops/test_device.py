@@ -36,9 +36,11 @@ def built_library():
 @pytest.fixture(scope="module")
 def stored() -> dict[str, Inputs]:
     names = ("hot_experts", "ragged_sources", "zero_load")
-    return {
-        name: make_inputs(CASE, workload(name, CASE.members, CASE.tokens, CASE.experts, CASE.choices)) for name in names
-    }
+    return {name: inputs_of(CASE, name) for name in names}
+
+
+def inputs_of(case: Case, name: str) -> Inputs:
+    return make_inputs(case, workload(name, case.members, case.tokens, case.experts, case.choices))
 
 
 def test_the_docstrings_example():
@@ -52,17 +54,21 @@ def test_values_are_those_of_the_matmuls(variant, stored):
 
 
 @every_variant
-def test_the_stand_in_is_the_same_everywhere(variant, stored):
-    for name, result in run(CASE, dataclasses.replace(variant, device=WITHOUT_VALUES), stored).items():
+@pytest.mark.parametrize("ffn", ["swiglu", "relu", "clamped_swiglu"])
+def test_the_stand_in_is_the_same_everywhere(variant, ffn, stored):
+    case = dataclasses.replace(CASE, ffn=ffn)
+    if ffn != "swiglu":
+        stored = {"hot_experts": inputs_of(case, "hot_experts")}
+    for name, result in run(case, dataclasses.replace(variant, device=WITHOUT_VALUES), stored).items():
         assert_close(result, stood_in(stored[name]), name)
 
 
 def stood_in(inputs: Inputs) -> Result:
-    """y = x * w, w the sum of the matrices' means over F, and its gradients, row by row."""
+    """y = x * w, w the sum of the matrices' means over F, and its gradients, row by row; biases have none."""
     x_TD, target_TD = inputs.x_TD.astype(np.float64), inputs.target_TD.astype(np.float64)
     experts = inputs.experts.astype(np.float64)
-    gate, up, down = experts["w_gate"], experts["w_up"], experts["w_down"]
-    w_PD = gate.mean(2) + up.mean(2) + down.mean(1)
+    matrices = {part: w for part, w in experts.parts.items() if part.startswith("w_")}
+    w_PD = sum(w.mean(1 if part == "w_down" else 2) for part, w in matrices.items())
     y_TD, dx_TD, dweight_N = np.zeros_like(x_TD), np.zeros_like(x_TD), np.zeros(inputs.weight_N.shape)
     dw_PD = np.zeros(w_PD.shape)
     token_N, expert_N, valid_N = inputs.ints
@@ -73,14 +79,10 @@ def stood_in(inputs: Inputs) -> Result:
         dx_TD[t] += weight * target_TD[t] * w_PD[p]
         dweight_N[n] = (x_TD[t] * w_PD[p]) @ target_TD[t]
         dw_PD[p] += weight * target_TD[t] * x_TD[t]
-    d_gate, d_down = np.broadcast_to(dw_PD[:, :, None], gate.shape) / F, np.broadcast_to(dw_PD[:, None], down.shape) / F
-    return Result(
-        np.sum(y_TD * target_TD),
-        y_TD,
-        dx_TD,
-        dweight_N,
-        Experts(SWIGLU, {"w_gate": d_gate, "w_up": d_gate, "w_down": d_down}),
-    )
+    dexperts = jax.tree.map(np.zeros_like, experts).parts
+    for part in matrices:
+        dexperts[part][:] = dw_PD[:, None] / F if part == "w_down" else dw_PD[:, :, None] / F
+    return Result(np.sum(y_TD * target_TD), y_TD, dx_TD, dweight_N, Experts(experts.kind, dexperts))
 
 
 def test_it_takes_its_time():

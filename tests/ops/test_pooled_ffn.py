@@ -1,5 +1,6 @@
 """pooled_ffn against a dense reference: values, gradients, transformations, and what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pool_programs as programs
 import pytest
 
 from fef.config import PoolConfig
+from fef.ffn import CLAMPED_SWIGLU, RELU, SWIGLU
 from fef.native import build
 from fef.pool import errors
 from fef.pool.pool import Pool
@@ -211,15 +213,36 @@ def test_refused_transformations(forward, handle, transform, error, text):
     ],
 )
 def test_what_does_not_fit(mesh, rows_ME, d_expert, dtype, text):
+    assert text in refusal(mesh, rows_ME, d_expert, dtype, SWIGLU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (RELU, "table ffn holds blocks of 240 x 4 bytes, not the 160 floats of this FFN"),
+        (CLAMPED_SWIGLU, "table ffn holds blocks of 240 x 4 bytes, not the 268 floats of this FFN"),
+        (
+            dataclasses.replace(SWIGLU, name="my_ffn"),
+            "pooled_ffn: no native code for the FFN my_ffn; config.dispatch.matmul=jax does without",
+        ),
+    ],
+)
+def test_another_kind_of_ffn_does_not_fit(mesh, kind, text):
+    assert text in refusal(mesh, ROWS_ME, F, jnp.float32, kind)
+
+
+def refusal(mesh, rows_ME, d_expert, dtype, kind) -> str:
+    """How a table of SwiGLU experts refuses an FFN."""
     with Pool(mesh, PoolConfig()) as pool:
         handle = pool.table("ffn", L, TABLE, SHAPES, dtype)
 
         @jax.jit
         def run():
             published = programs.publish_all(mesh, handle, WEIGHTS, num_parts=3, dtype=dtype)
-            return programs.ffn_all(mesh, published, 0, X_ND, rows_ME, d_expert)
+            return programs.ffn_all(mesh, published, 0, X_ND, rows_ME, d_expert, kind)
 
         with pytest.raises((RuntimeError, ValueError)) as caught:
             run().block_until_ready()
     error = errors.as_pool_error(caught.value)
-    assert type(error) is errors.PoolError and text in str(error)
+    assert type(error) is errors.PoolError
+    return str(error)
