@@ -3,8 +3,8 @@
     python scripts/make_hf_goldens.py [FAMILY ...]
 
 Needs torch and transformers, which neither fef nor its tests need. Each folder gets the checkpoint as transformers
-writes it, and expected.json: token ids, a mask with padding, logits, and the load-balance loss of transformers' own
-function for each layer alone and, for decoders, for all layers at once. Everything is float32 and drawn from a fixed seed.
+writes it, and expected.json: token ids, a mask with padding, logits, and the load-balance loss by transformers' own
+function, of each layer alone and for decoders of all layers at once. All is float32 and drawn from a fixed seed.
 """
 
 import importlib

@@ -16,8 +16,9 @@ from fef.config import ConfigError
 from fef.dispatch.base import UnitSizes
 from fef.experts import Experts, init_experts
 from fef.ffn import CLAMPED_SWIGLU, FFNS, GELU, RELU, SWIGLU
+from fef.layers import DenseFfn
 from fef.metrics import read_jsonl
-from fef.model import Decoder, DenseFfn
+from fef.model import Decoder
 from fef.moe import MoeLayer
 from fef.ops.expert_ffn import expert_ffn
 from fef.ops.grouped_matmul import Segments
@@ -164,11 +165,11 @@ def test_a_dense_ffn_is_an_expert_that_every_token_visits(name):
     model, kind = small_config({"model.ffn": name}).model, FFNS.get(name)
     dense = DenseFfn(model, 24, nnx.Rngs(0))
     if kind.has_biases:
-        biases = {part: getattr(dense, part) for part in kind.parts if part.startswith("b_")}
-        assert all(not bias[...].any() for bias in biases.values())
-        for i, bias in enumerate(biases.values()):
+        for i, name in enumerate(kind.maps):
+            bias = getattr(dense, name).bias
+            assert not bias[...].any()
             bias.set_value(jax.random.normal(jax.random.key(i), bias.shape))
-    parts = {part: getattr(dense, part) if part[0] == "b" else getattr(dense, part[2:]).w for part in kind.parts}
+    parts = {part: getattr(getattr(dense, part[2:]), "bias" if part[0] == "b" else "w") for part in kind.parts}
     experts = Experts(kind, {part: param[...][None] for part, param in parts.items()})
     x_BSD = jax.random.normal(jax.random.key(9), (2, 3, model.d_model))
     segments = Segments(*(jnp.array([i], jnp.int32) for i in (0, 6, 0)))
@@ -194,7 +195,7 @@ def test_parameters_of_a_model(name):
             {place + "gate.w": (16, 32)} if gate else {}
         )
         if name == "clamped_swiglu":
-            wanted |= {place + "b_gate": (32,), place + "b_up": (32,), place + "b_down": (16,)}
+            wanted |= {place + "gate.bias": (32,), place + "up.bias": (32,), place + "down.bias": (16,)}
     moe = "runs.1.moe."
     wanted |= {moe + "w_up_PDF": (6, 16, 32), moe + "w_down_PFD": (6, 32, 16)}
     wanted |= {moe + "w_gate_PDF": (6, 16, 32)} if gate else {}
@@ -252,6 +253,8 @@ def test_a_run_of_each_kind_learns_and_goes_on_from_a_checkpoint(name, tmp_path)
     assert other["loss"][:2] == whole["loss"][:2]
     with Checkpointer(tmp_path / "whole/checkpoints", keep=9, keep_best=0) as checkpointer:
         shapes = {leaf: np.zeros(shape, dtype) for leaf, (shape, dtype) in checkpointer.leaves(4).items()}
-        biases = {leaf: array for leaf, array in checkpointer.restore(4, shapes)[0].items() if ".b_" in leaf}
+        biases = {
+            leaf: array for leaf, array in checkpointer.restore(4, shapes)[0].items() if ".b_" in leaf or "bias" in leaf
+        }
     assert len(biases) == 3 * 9 * FFNS.get(name).has_biases  # dense, shared and experts', each with two moments
     assert all(np.asarray(array).any() for array in biases.values())
