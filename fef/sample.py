@@ -6,7 +6,7 @@ import numpy as np
 
 from fef import data, sharding
 from fef.config import Config, tokens_per_layer
-from fef.routing import ROUTERS
+from fef.layers import make_router
 from fef.step import Stepper, TrainState
 
 _TEMPERATURE = 0.8
@@ -15,13 +15,14 @@ _TEMPERATURE = 0.8
 def sample(stepper: Stepper, state: TrainState, num_bytes: int, prompt: bytes = b"\n") -> str:
     """Draws `num_bytes` bytes after `prompt`, deterministic for config.train.seed.
 
-    The window is the training length; longer text slides through it. Capacity limits do not apply.
+    The window is the training length; longer text slides through it. Capacity limits hold only where a
+    scheme has them in evaluation.
 
     Returns:
       the text without the prompt, undecodable bytes replaced; or a line saying why there is none.
     """
     config = stepper.config
-    if config.moe.every and not ROUTERS.get(config.moe.router).causal:
+    if config.moe.every and not make_router(config).causal:
         return f"(none: router {config.moe.router} looks at later tokens)"
     rows = stepper.mesh.size
     place = sharding.named(stepper.mesh, sharding.TOKENS)

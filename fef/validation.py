@@ -100,8 +100,8 @@ def _check_variants(config: Config) -> None:
     routing, router = config.routing, _known(fef.routing.ROUTERS, "moe.router", config.moe.router)
     dispatcher = _known(fef.dispatch.DISPATCHERS, "moe.dispatcher", config.moe.dispatcher)
     _check_device(config, dispatcher)
-    router(config.moe.num_experts, config.moe.num_choices, getattr(routing, config.moe.router))
-    if not router.causal and not routing.allow_noncausal:
+    made = router(config.moe.num_experts, config.moe.num_choices, getattr(routing, config.moe.router))
+    if not made.causal and not routing.allow_noncausal:
         raise ConfigError(
             "moe.router",
             config.moe.router,

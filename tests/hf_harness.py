@@ -41,7 +41,7 @@ def predict(model: Decoder, ids_BS: list, mask_BS: np.ndarray) -> tuple:
 
 
 def compare(folder: pathlib.Path) -> tuple:
-    """(configuration, expected, largest difference of a logit at an unmasked place, auxiliary loss) of an import."""
+    """(configuration, expected, largest difference of a logit at an unmasked place, auxiliary loss) of a decoder."""
     config, arrays, _ = convert.read(folder)
     expected = json.loads((folder / "expected.json").read_text())
     logits_BSV = np.array(expected["logits"])

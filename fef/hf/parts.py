@@ -132,14 +132,18 @@ def gate(i: int, tensor: str, config: Config) -> Part:
     return matrix(f"dense.runs.{i}.moe.gate.gate_DE.value", tensor, config.model.d_model, config.moe.num_experts)
 
 
-def places_of_experts(is_moe: list[bool]) -> dict[str, int] | None:
-    """`moe.leading_dense` and `moe.every` that put experts into just these layers; None when no two numbers do."""
-    config = Config()
-    config.model.num_layers = len(is_moe)
-    if not any(is_moe):
+def places_of_experts(*stacks: list[bool]) -> dict[str, int] | None:
+    """`moe.leading_dense` and `moe.every` that put experts into just these layers of each stack; None: nothing does."""
+    if not any(map(any, stacks)):
         return {"moe.every": 0}
-    for config.moe.every in range(1, len(is_moe) + 1):
-        for config.moe.leading_dense in range(len(is_moe)):
-            if moe_layers(config) == is_moe:
+    config, most = Config(), max(map(len, stacks))
+    for config.moe.every in range(1, most + 1):
+        for config.moe.leading_dense in range(most):
+            if all(_layers_with_experts(config, len(stack)) == stack for stack in stacks):
                 return {"moe.leading_dense": config.moe.leading_dense, "moe.every": config.moe.every}
     return None
+
+
+def _layers_with_experts(config: Config, num_layers: int) -> list[bool]:
+    config.model.num_layers = num_layers
+    return moe_layers(config)

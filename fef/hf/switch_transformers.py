@@ -68,18 +68,19 @@ class SwitchTransformers:
         """transformers: every n-th layer, n = layers / sparse layers, starting with the second."""
         for name in _BESIDE:
             fields.get(name, default=None)
-        stacks = [
+        sizes = [
             (fields.need("num_layers"), fields.need("num_sparse_encoder_layers")),
             (fields.need("num_decoder_layers"), fields.need("num_sparse_decoder_layers")),
         ]
-        found = []
-        for layers, sparse in stacks:
+        stacks = []
+        for layers, sparse in sizes:
             step = layers // sparse if sparse else layers
-            found.append(places_of_experts([i % step == 1 or step == 1 for i in range(layers)]))
-        if found[0] is None or found[0] != found[1]:
-            said = [sparse for _, sparse in stacks]
-            fields.refuse("num_sparse_*_layers", said, "fef has experts in every n-th layer, in both stacks alike")
-        return found[0]
+            stacks.append([i % step == 1 or step == 1 for i in range(layers)])
+        places = places_of_experts(*stacks)
+        if places is None:
+            reason = "fef has experts in every n-th layer, in both stacks alike"
+            fields.refuse("layers, sparse layers", sizes, reason)
+        return places
 
     def write(self, config: Config) -> dict[str, Any]:
         model, encoder, options = config.model, config.model.encoder, config.routing.switch

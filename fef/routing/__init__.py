@@ -83,8 +83,8 @@ class Router(Protocol):
 
     Class attributes: `Options` (frozen-able dataclass with a default for every field, made of `fef.config.knob`),
     `causal` (False when a token's assignment depends on later tokens; a decoder then needs
-    `config.routing.allow_noncausal=True`). Optional: `equivariant` (True when reordering the tokens of a sequence only
-    reorders their assignments; absent means not claimed).
+    `config.routing.allow_noncausal=True`; a property where it depends on the options). Optional: `equivariant` (True
+    when reordering the tokens of a sequence only reorders their assignments; absent means not claimed).
 
     A scheme whose `init_state` is not {} also has `next_state(state, seen)`, see the function of that name.
     """

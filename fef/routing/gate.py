@@ -79,6 +79,7 @@ def token_choice(
     num_experts: int,
     entropy_BS: jax.Array,
     aux_loss: jax.Array,
+    picked_BSK: jax.Array | None = None,
 ) -> Assignment:
     """The Assignment of a scheme in which every token picks K experts; place t*K + k is choice k of token t.
 
@@ -90,10 +91,13 @@ def token_choice(
       num_experts: E.
       entropy_BS: (B, S) float32, entropy of the gate, nats.
       aux_loss: () float32, this member's additive share.
+      picked_BSK: (B, S, K) bool, for a scheme whose tokens pick at most K experts: the places that are picks, False on
+        padding. The number of choices is then not the same for all tokens.
     """
     batch, seq_len, num_choices = expert_BSK.shape
+    counted_BSK = jnp.broadcast_to(mask_BS[..., None], expert_BSK.shape) if picked_BSK is None else picked_BSK
     metrics = {
-        "load_E": count_by_expert(expert_BSK, jnp.broadcast_to(mask_BS[..., None], expert_BSK.shape), num_experts),
+        "load_E": count_by_expert(expert_BSK, counted_BSK, num_experts),
         "kept_E": count_by_expert(expert_BSK, kept_BSK, num_experts),
         "tokens": jnp.sum(mask_BS, dtype=jnp.int32),
         "entropy_sum": jnp.sum(jnp.where(mask_BS, entropy_BS, 0.0)),
@@ -105,7 +109,7 @@ def token_choice(
         valid_N=kept_BSK.reshape(-1),
         aux_loss=aux_loss,
         metrics=metrics,
-        num_choices=num_choices,
+        num_choices=num_choices if picked_BSK is None else None,
     )
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fef.routing import RouterContext
+from fef.routing.gate import gate_entropy
 
 
 def aux_loss_share(
@@ -21,22 +22,24 @@ def aux_loss_share(
     *,
     balance_coef: float,
     z_coef: float,
+    entropy_coef: float = 0.0,
     load_BE: jax.Array | None = None,
     last_step: dict[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """balance_coef * load-balance loss + z_coef * z-loss of one layer, this member's share, () float32.
+    """Load-balance loss, z-loss and entropy loss of one layer, each times its factor, this member's share, () float32.
 
     Args:
       logits_BSE: (B, S, E) float32 gate logits.
       load_E: (E,) int32, this member's choices before drops, padding not counted.
-      ctx: gives the mask and `psum`, which is called once, and not at all when both coefficients are 0.
+      ctx: gives the mask and `psum`, which is called once, and not at all when all coefficients are 0.
       balance_coef: factor >= 0.
       z_coef: factor >= 0.
+      entropy_coef: factor >= 0.
       load_BE: (B, E) int32, the choices of each sequence: the load is then balanced within sequences.
       last_step: `load_E` and `tokens` of all microbatches of the last optimizer step: f_e is then taken from them,
         and from this microbatch only if they counted no token (the first step).
     """
-    if not (balance_coef or z_coef):
+    if not (balance_coef or z_coef or entropy_coef):
         return jnp.zeros((), jnp.float32)
     total = ctx.psum({"load_E": load_E, "tokens": jnp.sum(ctx.mask_BS, dtype=jnp.int32)})
     tokens = total["tokens"]
@@ -47,7 +50,8 @@ def aux_loss_share(
         if last_step is not None:
             counted = jax.tree.map(lambda last, now: jnp.where(last_step["tokens"] > 0, last, now), last_step, total)
         balance = load_balance_share(logits_BSE, ctx.mask_BS, counted["load_E"], tokens, counted["tokens"])
-    return balance_coef * balance + z_coef * z_share(logits_BSE, ctx.mask_BS, tokens)
+    loss = balance_coef * balance + z_coef * z_share(logits_BSE, ctx.mask_BS, tokens)
+    return loss + entropy_coef * entropy_share(logits_BSE, ctx.mask_BS, tokens) if entropy_coef else loss
 
 
 def load_balance_share(
@@ -114,6 +118,43 @@ def z_share(logits_BSE: jax.Array, mask_BS: jax.Array, tokens: jax.Array) -> jax
     """
     squares_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
     return jnp.sum(jnp.where(mask_BS, squares_BS, 0.0)) / _at_least_one(tokens)
+
+
+def entropy_share(logits_BSE: jax.Array, mask_BS: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Share of the mean over unmasked tokens of the softmax's entropy, () float32; makes the gate decided.
+
+    Args: as of `z_share`.
+    Source: Huang et al., "Harder Tasks Need More Experts", 2024, section 2 (dynamic loss).
+    """
+    return jnp.sum(jnp.where(mask_BS, gate_entropy(logits_BSE), 0.0)) / _at_least_one(tokens)
+
+
+def squared_variation_share(sums_E: jax.Array, total_E: jax.Array, part: jax.Array) -> jax.Array:
+    """Share of CV(total)^2 = variance / mean^2 over the experts, () float32; 0 when all have the same, at most E - 1.
+
+    CV^2 of a sum is no sum of anything of the members. But its gradient is one number per expert, g = dCV^2/dtotal, the
+    same for all members, and the total moves as the members' sums move; so the share
+
+        part * CV(total)^2 + g . (sums - sums held constant),    total and g held constant
+
+    has the exact value when the shares are added, as the parts add up to 1 and the rest is 0, and the exact gradient.
+    As a mean of squares rather than the square of a root, it has gradient 0 where all experts are equal, and not 0 / 0.
+
+    Args:
+      sums_E: (E,) float32, this member's sums, which carry the gradient.
+      total_E: (E,) float32, their sum over all members; all zeros cost nothing.
+      part: () float32, this member's part of the value.
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks", 2017, section 4, equations 6 and 7.
+    """
+
+    def squared_variation(total_E: jax.Array) -> jax.Array:
+        mean = total_E.mean()
+        return jnp.mean(jnp.square(jnp.where(mean > 0, total_E / jnp.where(mean > 0, mean, 1.0) - 1, 0.0)))
+
+    value, gradient_E = jax.value_and_grad(squared_variation)(jax.lax.stop_gradient(total_E))
+    value, gradient_E, part = jax.lax.stop_gradient((value, gradient_E, part))
+    return part * value + jnp.sum(gradient_E * (sums_E - jax.lax.stop_gradient(sums_E)))
 
 
 def _at_least_one(count: jax.Array) -> jax.Array:

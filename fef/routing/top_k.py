@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.capacity import within_capacity
+from fef.routing.capacity import expert_capacity, overflow_knob, within_capacity
 from fef.routing.gate import (
     LinearGate,
     count_by_expert,
@@ -54,10 +54,13 @@ class TopK(LinearGate):
         capacity_factor: float = knob(
             0.0, "model", "in training an expert takes this times K*S/E tokens of a sequence; 0 drops none", ge=0
         )
-
-    causal = True
+        overflow: str = overflow_knob()
 
     options: Options = dataclasses.field(default_factory=Options)
+
+    @property
+    def causal(self) -> bool:
+        return not (self.options.capacity_factor and self.options.overflow == "batch_priority")
 
     @property
     def equivariant(self) -> bool:
@@ -74,17 +77,17 @@ class TopK(LinearGate):
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         options, num_choices = self.options, self.num_choices
         logits_BSE = gate_logits(params["gate_DE"], x_BSD)
-        _, expert_BSK = jax.lax.top_k(logits_BSE, num_choices)
+        _, picks_BSK = jax.lax.top_k(logits_BSE, num_choices)
+        claims_BSK = jnp.broadcast_to(ctx.mask_BS[..., None], picks_BSK.shape)
+        expert_BSK, kept_BSK = picks_BSK, claims_BSK
+        if ctx.train and options.capacity_factor:
+            capacity = expert_capacity(options.capacity_factor, x_BSD.shape[1], num_choices, self.num_experts)
+            expert_BSK, kept_BSK = within_capacity(picks_BSK, claims_BSK, logits_BSE, capacity, options.overflow)
         weight_BSK = jnp.take_along_axis(jax.nn.softmax(logits_BSE), expert_BSK, axis=-1)
         if options.renormalise and num_choices > 1:
             weight_BSK /= weight_BSK.sum(-1, keepdims=True)
 
-        claims_BSK = jnp.broadcast_to(ctx.mask_BS[..., None], expert_BSK.shape)
-        kept_BSK = claims_BSK
-        if ctx.train and options.capacity_factor:
-            kept_BSK = within_capacity(expert_BSK, claims_BSK, self.num_experts, options.capacity_factor)
-
-        load_E = count_by_expert(expert_BSK, claims_BSK, self.num_experts)
+        load_E = count_by_expert(picks_BSK, claims_BSK, self.num_experts)
         in_sequences, in_step = options.balance_scope == "sequence", options.balance_scope == "global"
         aux_loss = aux_loss_share(
             logits_BSE,
@@ -92,7 +95,7 @@ class TopK(LinearGate):
             ctx,
             balance_coef=options.balance_coef,
             z_coef=options.z_coef,
-            load_BE=count_by_sequence(expert_BSK, ctx.mask_BS, self.num_experts) if in_sequences else None,
+            load_BE=count_by_sequence(picks_BSK, ctx.mask_BS, self.num_experts) if in_sequences else None,
             last_step=ctx.state if in_step else None,
         )
         assignment = token_choice(

@@ -8,8 +8,11 @@ import pytest
 from fef.config import ConfigError
 from fef.registry import scan
 from fef.routing import ROUTERS, RouterContext
+from fef.routing.gshard import GShard
 from fef.routing.sigmoid_bias import SigmoidBias
+from fef.routing.switch import Switch
 from fef.routing.top_k import TopK
+from fef.routing.top_p import TopP
 from fef.sharding import AXES, REPLICATED, TOKENS, island, make_mesh
 from fef.testing import check_router
 
@@ -27,12 +30,21 @@ def default(name):
 
 REGISTERED = {name: default(name) for name in ROUTERS}
 WITH_OPTIONS = {
+    "gshard without drops": GShard(4, 2, GShard.Options(second_policy="all", capacity_factor=0.0)),
+    "gshard with the next best": GShard(4, 2, GShard.Options(second_policy="all", overflow="next_best")),
+    "gshard by priority": GShard(4, 2, GShard.Options(second_policy="all", overflow="batch_priority")),
     "sigmoid_bias in groups": SigmoidBias(
         4, 2, SigmoidBias.Options(normalise=False, n_groups=2, topk_groups=1, sequence_coef=0.0)
     ),
+    "switch by priority": Switch(4, 1, Switch.Options(capacity_factor=1.0, overflow="batch_priority")),
+    "switch with an absolute capacity": Switch(4, 1, Switch.Options(capacity=2, capacity_at_eval=True)),
+    "switch with jitter": Switch(4, 1, Switch.Options(jitter=0.01, overflow="next_best")),
+    "top_k by priority": TopK(4, 2, TopK.Options(capacity_factor=1.0, overflow="batch_priority")),
     "top_k with drops": TopK(4, 3, TopK.Options(renormalise=False, capacity_factor=1.0)),
+    "top_k with the next best": TopK(4, 2, TopK.Options(capacity_factor=1.0, overflow="next_best")),
     "top_k balanced in sequences": TopK(4, 2, TopK.Options(balance_scope="sequence")),
     "top_k balanced in steps": TopK(4, 2, TopK.Options(balance_scope="global")),
+    "top_p of all experts": TopP(4, 4, TopP.Options(p=0.9, renormalise=True)),
 }
 
 

@@ -178,6 +178,6 @@ def test_index_that_names_a_file_elsewhere(tmp_path):
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_nothing_is_written_by_an_import_that_fails(tmp_path, family):
     source = edited(tmp_path, GOLDEN / family, vocab_size=49)
-    with pytest.raises(UserError, match="model.embed_tokens.weight is .48, 16., expected .49, 16."):
+    with pytest.raises(UserError, match="[12] of another shape: .* is .48, 16., expected .49, 16."):
         convert.import_checkpoint(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()

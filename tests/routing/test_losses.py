@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fef.routing.losses import aux_loss_share, load_balance_share, z_share
+from fef.routing.losses import aux_loss_share, load_balance_share, squared_variation_share, z_share
 from fef.routing.top_k import TopK
 
 CASES = pathlib.Path(__file__).parents[1] / "cases/router"
@@ -163,3 +163,30 @@ def test_balance_over_a_step_takes_the_counts_of_the_last_one(route):
 def test_microbatches_without_balance_coefficient_still_count(route):
     _, seen = route(scoped("global", coef=0.0), SCOPED, SCOPED_MASK, with_seen=True)
     assert seen["tokens"] == 3
+
+
+def test_squared_variation_rests_at_perfect_balance():
+    case = json.loads((CASES / "balanced_cv.json").read_text())
+
+    def loss(weight):
+        importance = jax.nn.softmax(jnp.array(case["x"]) @ weight).sum(0)
+        return squared_variation_share(importance, importance, jnp.float32(1))
+
+    for run in (lambda f: f, jax.jit):
+        value, gradient = run(jax.value_and_grad(loss))(jnp.zeros((3, 4)))
+        assert value == case["expected_loss"]
+        np.testing.assert_array_equal(gradient, np.zeros((3, 4)))
+
+
+def test_squared_variation_by_hand():
+    # (3, 1) is 2 +- 1: 1 / 4. d/dV = 2 / (E m) * (V/m - 1) - 2 / (E^2 m) * sum (V/m)(V/m - 1) = (0.25, -0.25) - 0.125
+    def share(sums, part=1.0):
+        return squared_variation_share(sums, jnp.array([3.0, 1.0]), jnp.float32(part))
+
+    value, gradient = jax.value_and_grad(share)(jnp.array([3.0, 1.0]))
+    assert float(value) == 0.25
+    np.testing.assert_allclose(gradient, [0.125, -0.375])
+    assert float(share(jnp.array([1.0, 1.0]), 0.5)) == 0.125  # a member with half of the tokens
+    for total in ([0.0, 0.0], [4.0]):  # only padding; one expert
+        value, gradient = jax.value_and_grad(lambda v: squared_variation_share(v, v, jnp.float32(1)))(jnp.array(total))
+        assert value == 0 and not gradient.any()

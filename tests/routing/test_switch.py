@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,48 @@ def test_capacity_is_per_sequence_and_without_padding(route):
     np.testing.assert_array_equal(assignment.valid_N, [1, 1, 0, 0, 0, 0, 1, 1])
     dropless = route(Switch(4, 1, Switch.Options(capacity_factor=0.0)), logits, mask)
     np.testing.assert_array_equal(dropless.valid_N, mask.reshape(-1))
+
+
+def test_an_absolute_capacity_holds_in_evaluation_if_asked(route):
+    logits = np.broadcast_to([0.0, 0.0, 1.0, 0.0], (2, 4, 4))
+    for at_eval in (False, True):
+        router = Switch(4, 1, Switch.Options(capacity=1, capacity_at_eval=at_eval))
+        np.testing.assert_array_equal(route(router, logits).valid_N, [1, 0, 0, 0] * 2)
+        np.testing.assert_array_equal(
+            route(router, logits, train=False).valid_N, [1, not at_eval] + [not at_eval] * 2 + [1] + [not at_eval] * 3
+        )
+    by_factor = Switch(4, 1, Switch.Options(capacity_at_eval=True))  # C = 2, as above
+    np.testing.assert_array_equal(route(by_factor, logits, train=False).valid_N, [1, 1, 0, 0] * 2)
+
+
+def test_a_spilled_token_has_the_weight_of_its_expert_and_the_loss_counts_its_wish(route):
+    # As in the first test, but token 3 (probabilities 0.6, 0.4) goes to expert 1, which has one place left.
+    probs = np.array([[[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.6, 0.4]]])
+    options = Switch.Options(capacity_factor=1.0, balance_coef=0.5, overflow="next_best")
+    assignment = route(Switch(2, 1, options), np.log(probs))
+    np.testing.assert_array_equal(assignment.expert_N, [0, 1, 0, 1])
+    np.testing.assert_allclose(assignment.weight_N, [0.9, 0.8, 0.7, 0.4], rtol=1e-6)
+    np.testing.assert_array_equal(assignment.metrics["kept_E"], [2, 2])
+    assert float(assignment.aux_loss) == pytest.approx(0.5 * 1.1, rel=1e-6)
+
+
+def test_batch_priority_looks_ahead_and_says_so(route):
+    options = Switch.Options(capacity_factor=1.0, overflow="batch_priority")
+    probs = np.array([[[0.6, 0.4], [0.2, 0.8], [0.7, 0.3], [0.9, 0.1]]])  # of expert 0's three, the least loses
+    np.testing.assert_array_equal(route(Switch(2, 1, options), np.log(probs)).valid_N, [0, 1, 1, 1])
+    assert not Switch(2, 1, options).causal and Switch(2, 1).causal
+    assert Switch(2, 1, dataclasses.replace(options, capacity_factor=0.0)).causal
+
+
+def test_jitter_varies_the_input_in_training(route):
+    router = Switch(2, 1, Switch.Options(jitter=0.1))
+    logits = np.broadcast_to([1.0, 0.0], (4, 500, 2))  # 1 * uniform(0.9, 1.1): the weight is its sigmoid
+    weights = np.asarray(route(router, logits, train=False).weight_N)
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp(-1)), rtol=1e-6)
+    weights = np.asarray(route(Switch(2, 1, Switch.Options(jitter=0.1, capacity_factor=0.0)), logits).weight_N)
+    factors = np.log(weights / (1 - weights))
+    assert factors.min() == pytest.approx(0.9, abs=0.002) and factors.max() == pytest.approx(1.1, abs=0.002)
+    assert factors.mean() == pytest.approx(1, abs=0.006)  # deviation 0.0577 / sqrt(2000) = 0.0013
 
 
 def test_more_than_one_choice_is_refused():
