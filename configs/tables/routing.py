@@ -5,6 +5,7 @@ Command:  python -m experiments.tables routing
 Hardware: 2 CPU cores; one device, so that nothing depends on a network.
 Time:     40 seconds a run, about an hour for all.
 Expected: without any balance method most experts get little; a bias balances without a cost in loss; capacity drops.
+          hash and random are what a learned gate must beat; top_p takes at most as many experts as the others.
 """
 
 from typing import Any
@@ -50,8 +51,9 @@ def _router(name: str, **options: Any) -> dict[str, Any]:
 
 
 def get_table() -> dict[str, Any]:
-    names = ("top_k", "gpt_oss", "sigmoid_bias", "quantile_bias", "sinkhorn", "expert_choice")
-    schemes = {name: _router(name) for name in names} | {"switch": _router("switch") | ONE_CHOICE}
+    names = ("top_k", "gpt_oss", "sigmoid_bias", "quantile_bias", "noisy_top_k", "gshard", "sinkhorn", "expert_choice")
+    schemes = {name: _router(name) for name in (*names, "top_p", "hash", "random")}
+    schemes |= {name: _router(name) | ONE_CHOICE for name in ("switch", "base")}
     balance = {
         "none": _router("top_k", balance_coef=0.0, z_coef=0.0),
         "aux loss 0.01": _router("top_k", z_coef=0.0),
@@ -63,6 +65,9 @@ def get_table() -> dict[str, Any]:
     for factor in (2.0, 1.25, 1.0):
         capacity[f"top-2, {factor}"] = _router("top_k", capacity_factor=factor)
         capacity[f"top-1, {factor}"] = _router("switch", capacity_factor=factor) | ONE_CHOICE
+    for overflow in ("next_best", "batch_priority"):
+        capacity[f"top-2, 1.0, {overflow}"] = _router("top_k", capacity_factor=1.0, overflow=overflow)
+        capacity[f"top-1, 1.0, {overflow}"] = _router("switch", capacity_factor=1.0, overflow=overflow) | ONE_CHOICE
     return {
         "settings": SETTINGS,
         "seeds": (0, 1, 2),
