@@ -3,8 +3,9 @@
 Command:  python -m experiments.tables routing
           (configs/tables/routing.py is what it reads)
 Hardware: 2 CPU cores; one device, so that nothing depends on a network.
-Time:     40 seconds a run, about an hour for all.
-Expected: without any balance method most experts get little; a bias balances without a cost in loss; capacity drops.
+Time:     40 seconds a run, about an hour and a half for all.
+Expected: without any balance method most experts get little; a bias balances without a cost in loss; capacity drops;
+          random experts are the worst.
 """
 
 from typing import Any
@@ -50,8 +51,9 @@ def _router(name: str, **options: Any) -> dict[str, Any]:
 
 
 def get_table() -> dict[str, Any]:
-    names = ("top_k", "gpt_oss", "sigmoid_bias", "quantile_bias", "sinkhorn", "expert_choice")
-    schemes = {name: _router(name) for name in names} | {"switch": _router("switch") | ONE_CHOICE}
+    names = ("top_k", "noisy_top_k", "gshard", "gpt_oss", "sigmoid_bias", "quantile_bias", "sinkhorn", "expert_choice")
+    schemes = {name: _router(name) for name in (*names, "top_p", "hash", "random")}
+    schemes |= {name: _router(name) | ONE_CHOICE for name in ("switch", "base")}
     balance = {
         "none": _router("top_k", balance_coef=0.0, z_coef=0.0),
         "aux loss 0.01": _router("top_k", z_coef=0.0),
@@ -59,7 +61,7 @@ def get_table() -> dict[str, Any]:
     for rate in (0.01, 0.001, 0.0001):
         balance[f"bias, u = {rate}"] = _router("sigmoid_bias", update_rate=rate, sequence_coef=0.0)
     balance["bias, u = 0.001, and aux loss"] = _router("sigmoid_bias", update_rate=0.001, sequence_coef=0.01)
-    capacity = {}
+    capacity = {"top-1, 1.0, next best": _router("switch", capacity_factor=1.0, overflow="next_best") | ONE_CHOICE}
     for factor in (2.0, 1.25, 1.0):
         capacity[f"top-2, {factor}"] = _router("top_k", capacity_factor=factor)
         capacity[f"top-1, {factor}"] = _router("switch", capacity_factor=factor) | ONE_CHOICE
