@@ -61,10 +61,12 @@ def get_table() -> dict[str, Any]:
     for rate in (0.01, 0.001, 0.0001):
         balance[f"bias, u = {rate}"] = _router("sigmoid_bias", update_rate=rate, sequence_coef=0.0)
     balance["bias, u = 0.001, and aux loss"] = _router("sigmoid_bias", update_rate=0.001, sequence_coef=0.01)
-    capacity = {"top-1, 1.0, next best": _router("switch", capacity_factor=1.0, overflow="next_best") | ONE_CHOICE}
+    capacity = {}
     for factor in (2.0, 1.25, 1.0):
         capacity[f"top-2, {factor}"] = _router("top_k", capacity_factor=factor)
         capacity[f"top-1, {factor}"] = _router("switch", capacity_factor=factor) | ONE_CHOICE
+    for overflow in ("next_best", "batch_priority"):
+        capacity[f"top-1, 1.0, {overflow}"] = _router("switch", capacity_factor=1.0, overflow=overflow) | ONE_CHOICE
     return {
         "settings": SETTINGS,
         "seeds": (0, 1, 2),
