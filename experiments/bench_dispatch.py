@@ -138,7 +138,7 @@ def measure(configs: dict[str, Config], setting: dict[str, Any]) -> list[dict[st
     config = configs[REFERENCE]
     mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
     place = sharding.named(mesh, sharding.TOKENS)
-    corpus = data.load_corpus(config.data)
+    corpus = data.load_corpus(config.data, config.model.vocab_size)
     with contextlib.ExitStack() as stack:
         if any(DISPATCHERS.get(other.moe.dispatcher).uses_pool for other in configs.values()):
             stack.enter_context(Pool(mesh, config.pool))

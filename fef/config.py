@@ -144,7 +144,7 @@ class YarnConfig(Section):
 class ModelConfig(Section):
     """Shape and arithmetic of the decoder."""
 
-    vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes", ge=1)
+    vocab_size: int = knob(256, "model", "V, number of token ids; 256 for bytes, else at least the tokenizer's", ge=1)
     d_model: int = knob(128, "model", "D, width of the residual stream; without head_dim a multiple of num_heads", ge=1)
     num_layers: int = knob(4, "model", "number of decoder layers", ge=1)
     num_heads: int = knob(4, "model", "query heads", ge=1)
@@ -257,6 +257,7 @@ class DataConfig(Section):
 
     path: str = knob("", "data", "file or folder (.txt .md .py .jsonl, also .gz); empty means the embedded corpus")
     text_key: str = knob("text", "data", "key of the text in .jsonl lines")
+    tokenizer: str = knob("", "data", "JSON file of a Hugging Face tokenizer (tokenizer.json); empty: tokens are bytes")
     seq_len: int = knob(128, "data", "S, tokens per sequence", ge=1)
     batch_size: int = knob(16, "data", "sequences per optimizer step; a multiple of devices * microbatches", ge=1)
     heldout_fraction: float = knob(0.05, "data", "share of the documents kept for evaluation", ge=0, lt=1)
@@ -293,7 +294,7 @@ class TrainConfig(Section):
     eval_every: int = knob(100, "run", "steps between held-out evaluations; one is always made at the end", ge=1)
     eval_batches: int = knob(16, "run", "batches per held-out evaluation", ge=1)
     log_every: int = knob(1, "run", "steps between lines of metrics.jsonl", ge=1)
-    sample_bytes: int = knob(200, "run", "bytes of text sampled from the trained model at the end", ge=0)
+    sample_bytes: int = knob(200, "run", "bytes of text (with data.tokenizer, tokens) sampled at the end", ge=0)
 
 
 @dataclasses.dataclass

@@ -1,38 +1,24 @@
-"""From documents to batches: byte tokens, the held-out split, windows, and the grain pipeline.
+"""From documents to batches: tokens, the held-out split, windows, and the grain pipeline.
 
 The documents of a part (training, held-out) are concatenated without a separator into one stream of N tokens; a token
-is a byte. A window is seq_len inputs plus one more token, so that the targets are the inputs shifted by one. In each
-epoch (N - 1) // seq_len windows tile the stream from an offset that changes with the epoch; windows may span documents
-and every place counts in the loss, so `mask_BS` is False only in rows that pad a held-out batch.
+is a byte, or what `config.data.tokenizer` makes of a document (see `fef.tokenizer`). A window is seq_len inputs plus
+one more token, so that the targets are the inputs shifted by one. In each epoch (N - 1) // seq_len windows tile the
+stream from an offset that changes with the epoch; windows may span documents and every place counts in the loss, so
+`mask_BS` is False only in rows that pad a held-out batch.
 """
 
 import dataclasses
 import functools
 import hashlib
-from typing import Any
 
 import grain
 import numpy as np
 
 from fef.config import ConfigError, DataConfig
 from fef.corpus import embedded_documents, user_documents
-
-VOCAB_SIZE = 256
+from fef.tokenizer import Tokenizer, load_tokenizer
 
 Batch = dict[str, np.ndarray]
-
-
-def encode(text: bytes | str) -> np.ndarray:
-    """Returns one token per byte, uint8 [N] (a str as UTF-8). Read-only, shares the bytes' memory."""
-    return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
-
-
-def decode(tokens: Any) -> bytes:
-    """Returns the bytes of integer tokens [N]; the inverse of `encode`. ValueError when one is not in 0..255."""
-    tokens = np.asarray(tokens)
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < VOCAB_SIZE:
-        raise ValueError(f"token {tokens.min()} or {tokens.max()} is no byte; mask the logits beyond {VOCAB_SIZE - 1}")
-    return tokens.astype(np.uint8).tobytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +26,11 @@ class Corpus:
     """A corpus, split.
 
     Attributes:
-      train, heldout: uint8 [N] tokens; `heldout` is empty when there is no held-out text.
+      train, heldout: [N] tokens, uint8 if they are bytes; `heldout` is empty when there is no held-out text.
       num_documents, num_bytes: size of the whole corpus.
-      sha256: hex digest of the whole corpus before the split. Record it, and compare it on resume and between hosts.
+      sha256: hex digest of the whole corpus before the split. Record it and that of the tokenizer, and compare them on
+        resume and between hosts.
+      tokenizer: what made the tokens.
       notices: what the user should be told before step 1, one line each.
     """
 
@@ -51,62 +39,81 @@ class Corpus:
     num_documents: int
     num_bytes: int
     sha256: str
+    tokenizer: Tokenizer
     notices: list[str]
 
 
-def load_corpus(config: DataConfig) -> Corpus:
+def load_corpus(config: DataConfig, vocab_size: int | None = None) -> Corpus:
     """Reads the embedded corpus (`path` empty) or the user's files, and splits off the held-out part.
 
+    Args:
+      config: where the text is and how it is cut.
+      vocab_size: V of the model, which must have room for all tokens; None does not ask.
+
     Raises:
-      ConfigError: no usable text (see `fef.corpus.user_documents`), or less than one window to train on.
+      ConfigError: no usable text (see `fef.corpus.user_documents`), less than one window to train on, no usable
+        tokenizer, or one with more token ids than the model has.
     """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        remedy = f"config.data.tokenizer={config.tokenizer!r} has {tokenizer.vocab_size} token ids"
+        raise ConfigError("model.vocab_size", vocab_size, f"{remedy}; set config.model.vocab_size to that or more")
     if config.path:
         documents, notices = user_documents(config.path, config.text_key)
     else:
         documents, notices = embedded_documents()
-    stream = b"".join(documents)
-    window_bytes = config.seq_len + 1
-    if len(stream) < window_bytes:
-        remedy = f"{len(stream)} bytes of text; one window needs config.data.seq_len + 1 = {window_bytes}"
+    encoded, encoding_notices = tokenizer.encode(documents)
+    num_tokens, window_tokens = sum(map(len, encoded)), config.seq_len + 1
+    if num_tokens < window_tokens:
+        remedy = f"{num_tokens} {_unit(config)} of text; one window needs config.data.seq_len + 1 = {window_tokens}"
         raise ConfigError("data.path", config.path, f"{remedy}; give more text or a smaller seq_len")
-    train, heldout, split_notices = _split(documents, stream, config)
+    train, heldout, split_notices = _split(documents, encoded, config)
     return Corpus(
-        train=encode(train),
-        heldout=encode(heldout),
+        train=train,
+        heldout=heldout,
         num_documents=len(documents),
-        num_bytes=len(stream),
-        sha256=hashlib.sha256(stream).hexdigest(),
-        notices=notices + split_notices,
+        num_bytes=sum(map(len, documents)),
+        sha256=hashlib.sha256(b"".join(documents)).hexdigest(),
+        tokenizer=tokenizer,
+        notices=notices + encoding_notices + split_notices,
     )
 
 
-def _split(documents: list[bytes], stream: bytes, config: DataConfig) -> tuple[bytes, bytes, list[str]]:
-    """Returns the training text, the held-out text and notices.
+def _unit(config: DataConfig) -> str:
+    return "tokens" if config.tokenizer else "bytes"
+
+
+def _split(
+    documents: list[bytes], encoded: list[np.ndarray], config: DataConfig
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Returns the training tokens, the held-out tokens and notices.
 
     A document's side is drawn from the seed and its content, so equal documents never end up on both sides.
     """
-    fraction, window_bytes = config.heldout_fraction, config.seq_len + 1
+    fraction, window_tokens, unit = config.heldout_fraction, config.seq_len + 1, _unit(config)
+    stream = np.concatenate(encoded)
+    nothing = stream[:0]
     if fraction == 0:
-        return stream, b"", ["no held-out evaluation: config.data.heldout_fraction=0"]
+        return stream, nothing, ["no held-out evaluation: config.data.heldout_fraction=0"]
     keys = [hashlib.sha256(b"%d:" % config.seed + document).digest() for document in documents]
     distinct = sorted(set(keys))
     if len(distinct) == 1:
         cut = len(stream) - round(len(stream) * fraction)
         train, heldout = stream[:cut], stream[cut:]
-        notice = f"one document only: its last {len(heldout)} bytes are held out"
+        notice = f"one document only: its last {len(heldout)} {unit} are held out"
     else:
         num_heldout = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
         bound = distinct[num_heldout]
-        train = b"".join(document for document, key in zip(documents, keys, strict=True) if key >= bound)
-        heldout = b"".join(document for document, key in zip(documents, keys, strict=True) if key < bound)
+        train = np.concatenate([tokens for tokens, key in zip(encoded, keys, strict=True) if key >= bound])
+        heldout = np.concatenate([tokens for tokens, key in zip(encoded, keys, strict=True) if key < bound])
         share = len(heldout) / len(stream)
         is_near = fraction / 3 <= share <= fraction * 3
-        notice = "" if is_near else f"the held-out documents are {share:.1%} of the bytes, asked for: {fraction:.1%}"
-    if len(heldout) < window_bytes:
-        needs = f"{len(heldout)} bytes, one window needs {window_bytes}"
-        return stream, b"", [f"no held-out evaluation: the held-out part would be {needs}; all text is trained on"]
-    if len(train) < window_bytes:
-        remedy = f"leaves {len(train)} of {len(stream)} bytes for training, one window needs {window_bytes}; lower it"
+        notice = "" if is_near else f"the held-out documents are {share:.1%} of the {unit}, asked for: {fraction:.1%}"
+    if len(heldout) < window_tokens:
+        needs = f"{len(heldout)} {unit}, one window needs {window_tokens}"
+        return stream, nothing, [f"no held-out evaluation: the held-out part would be {needs}; all text is trained on"]
+    if len(train) < window_tokens:
+        remedy = f"leaves {len(train)} of {len(stream)} {unit} for training, one window needs {window_tokens}; lower it"
         raise ConfigError("data.heldout_fraction", fraction, remedy)
     return train, heldout, [notice] if notice else []
 
@@ -129,7 +136,7 @@ def make_loader(
     and on another number of hosts. A thread prepares batches ahead; `close()` ends it.
 
     Args:
-      tokens: uint8 [N].
+      tokens: integers [N].
       batch_size: rows of a global batch; a multiple of num_hosts.
       seed: 0 <= seed < 2**32.
       host_index, num_hosts: `jax.process_index()`, `jax.process_count()`.
@@ -181,7 +188,7 @@ def heldout_batches(
     starts = np.arange(wanted) * available // max(wanted, 1) * seq_len
     batches = []
     for first in range(0, wanted, batch_size):
-        windows = np.zeros((batch_size, seq_len + 1), np.uint8)
+        windows = np.zeros((batch_size, seq_len + 1), tokens.dtype)
         chosen = starts[first : first + batch_size]
         windows[: len(chosen)] = tokens[chosen[:, None] + np.arange(seq_len + 1)]
         batch = _shift(windows)

@@ -5,7 +5,7 @@ names the places in `not_finite`, e.g. {"step": 2, "loss": null, "not_finite": [
 object reads "max_vio.1" or "bytes_by_purpose.weights".
 
 One row of metrics.jsonl (lists hold one entry per MoE layer; [] in a dense model):
-  step; loss (nats per byte, cross entropy only); aux_loss; grad_norm (before clipping); learning_rate;
+  step; loss (nats per token, cross entropy only); aux_loss; grad_norm (before clipping); learning_rate;
   step_ms (wall time of a step and of the wait for its batch, without evaluation and saving), of which wait_ms (waiting
   for experts, mean over members) and data_ms (waiting for the batch); tokens (of the step, all members);
   tokens_per_s; bytes (moved between members, all members), bytes_by_purpose {weights, refetch, gradients, tokens,

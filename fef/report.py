@@ -74,7 +74,7 @@ def _page(name: str, rows: list[dict], summary: dict, config: dict, notices: lis
     body = _header(name, rows, summary, figures, flat, notices + _run_notices(rows))
     if rows:
         step_N = _column(rows, "step")
-        body += _section("Training", _loss_charts(rows, step_N))
+        body += _section("Training", _loss_charts(rows, step_N, _token(flat)))
         body += _expert_section(rows, step_N)
         body += _section("Time of a step", _time_charts(rows, step_N))
         body += _bytes_section(rows, step_N)
@@ -168,10 +168,11 @@ def _header(name: str, rows: list[dict], summary: dict, figures: dict, flat: dic
     head = f'<h1>{escape(name)}</h1><p class="soft">{escape("; ".join([progress, state, *_what_ran(flat)]))}</p>'
     if notices:
         head += f'<ul class="notices">{"".join(f"<li>{escape(notice)}</li>" for notice in notices)}</ul>'
+    token = _token(flat)
     tiles = [
-        ("held-out loss, nats/byte", _loss_text(figures.get("heldout_loss"))),
-        ("train loss, nats/byte", _loss_text(figures.get("train_loss"))),
-        ("held-out perplexity per byte", _perplexity_text(figures.get("heldout_loss"))),
+        (f"held-out loss, nats/{token}", _loss_text(figures.get("heldout_loss"))),
+        (f"train loss, nats/{token}", _loss_text(figures.get("train_loss"))),
+        (f"held-out perplexity per {token}", _perplexity_text(figures.get("heldout_loss"))),
         ("tokens/s", count_text(figures.get("tokens_per_s"))),
         ("per step", ms_text(figures.get("step_ms"))),
         ("per step, waiting for experts", ms_text(figures.get("wait_ms"))),
@@ -191,6 +192,11 @@ def _loss_text(loss: Any) -> str:
 
 def _perplexity_text(loss: Any) -> str:
     return number_text(perplexity(loss)) if is_number(loss) else DASH
+
+
+def _token(flat: dict[str, Any]) -> str:
+    """What the losses are per."""
+    return "token" if flat.get("data.tokenizer") else "byte"
 
 
 def _what_ran(flat: dict[str, Any]) -> list[str]:
@@ -232,7 +238,7 @@ def _noisy(name: str, step_N: np.ndarray, y_N: np.ndarray, window: int) -> list[
     return [peaks, _line(f"{name}, mean of {window} rows", step_N, _smooth(y_N, window), "c1")]
 
 
-def _loss_charts(rows: list[dict], step_N: np.ndarray) -> str:
+def _loss_charts(rows: list[dict], step_N: np.ndarray, token: str) -> str:
     loss_N, heldout_N, grad_norm_N = (_column(rows, key) for key in ("loss", "heldout_loss", "grad_norm"))
     steps, window = (step_N[0], step_N[-1]), _window(rows)
     loss = _noisy("train", step_N, loss_N, window)
@@ -247,7 +253,7 @@ def _loss_charts(rows: list[dict], step_N: np.ndarray) -> str:
     rate = [_line("learning rate", step_N, _column(rows, "learning_rate"), "c1")]
     speed = [_line("tokens/s", step_N, _column(rows, "tokens_per_s"), "c1")]
     return (
-        charts.line_chart("Loss", "nats per byte", loss, steps)
+        charts.line_chart("Loss", f"nats per {token}", loss, steps)
         + charts.line_chart("Gradient norm before clipping", "L2 norm", grad_norm, steps, from_zero=True)
         + charts.line_chart("Learning rate", "", rate, steps, from_zero=True)
         + charts.line_chart("Throughput", "tokens per second", speed, steps, from_zero=True)

@@ -1,9 +1,9 @@
 """What a run says on the terminal: one line at the start, one table at the end; and numbers in human units.
 
-The table reads summary.json: heldout_loss and train_loss (nats per byte), tokens_per_s, step_ms (median, compilation
-excluded), wait_ms and data_ms (parts of step_ms, medians), bytes_per_step and bytes_by_purpose (mean per step, all
-members), dropped_fraction, max_vio (one per MoE layer), steps, skipped_updates, params_total, params_active,
-config_hash, commit, versions, run_fields_changed. A missing or null value shows as a dash.
+The table reads summary.json: heldout_loss and train_loss (nats per byte, or what its field `token` says), tokens_per_s,
+step_ms (median, compilation excluded), wait_ms and data_ms (parts of step_ms, medians), bytes_per_step and
+bytes_by_purpose (mean per step, all members), dropped_fraction, max_vio (one per MoE layer), steps, skipped_updates,
+params_total, params_active, config_hash, commit, versions, run_fields_changed. A missing or null value shows as a dash.
 """
 
 import math
@@ -45,9 +45,10 @@ def start_line(
 
 def format_summary(summary: dict[str, Any], workdir: str | os.PathLike | None = None) -> str:
     """The table that ends a run, of lines "name  value"; with `workdir`, also the paths of what the run wrote."""
+    token = summary.get("token", "byte")  # absent from summaries of earlier versions
     rows = [
-        ("held-out loss", _loss(summary.get("heldout_loss"))),
-        ("train loss", _loss(summary.get("train_loss"))),
+        ("held-out loss", _loss(summary.get("heldout_loss"), token)),
+        ("train loss", _loss(summary.get("train_loss"), token)),
         ("tokens/s", count_text(summary.get("tokens_per_s"))),
         ("step", ms_text(summary.get("step_ms"))),
         ("waiting for experts", share_of_step(summary, "wait_ms")),
@@ -131,7 +132,7 @@ def share_of_step(summary: dict[str, Any], key: str) -> str:
     return f"{ms_text(part)} ({percent_text(part / step)} of the step)"
 
 
-def _loss(loss: Any) -> str:
+def _loss(loss: Any, token: str) -> str:
     if not is_number(loss):
         return DASH
-    return f"{loss:.4f} nats/byte (perplexity {number_text(perplexity(loss))})"
+    return f"{loss:.4f} nats/{token} (perplexity {number_text(perplexity(loss))})"

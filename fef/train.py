@@ -77,9 +77,11 @@ def run(config: Config, workdir: str, fresh: bool = False) -> dict[str, Any] | N
         say(format_summary(summary, folder))
         return summary
     _check_platform(config)
-    corpus = data.load_corpus(config.data)
+    corpus = data.load_corpus(config.data, config.model.vocab_size)
     mesh = sharding.make_mesh(config.mesh.devices, config.mesh.data)
-    hosts.check_same({"the SHA-256 of the text": corpus.sha256})
+    hosts.check_same({
+        "the SHA-256 of the text": corpus.sha256, "the SHA-256 of the tokenizer": corpus.tokenizer.sha256
+    })  # fmt: skip
     hosts.barrier("have read the text")
     if hosts.is_main():
         _make_folder(folder, fresh)  # only now: a run that cannot start must not have deleted the earlier one
@@ -203,12 +205,17 @@ class Training:
 
     def _restore(self, step: int) -> TrainState:
         saved, extra = self.checkpointer.restore(step, self._template())
-        if extra["corpus_sha256"] != self.corpus.sha256:
-            raise ConfigError(
-                "data.path", self.config.data.path,
-                f"the text has changed since step {step} (sha256 {extra['corpus_sha256'][:12]} then, "
-                f"{self.corpus.sha256[:12]} now); give the old text, or start over with --fresh",
-            )  # fmt: skip
+        of_tokenizer = extra.get("tokenizer_sha256", "")  # absent from checkpoints of earlier versions, all of bytes
+        for key, what, then, now in (
+            ("path", "text", extra["corpus_sha256"], self.corpus.sha256),
+            ("tokenizer", "tokenizer", of_tokenizer, self.corpus.tokenizer.sha256),
+        ):
+            if then != now:
+                raise ConfigError(
+                    f"data.{key}", getattr(self.config.data, key),
+                    f"the {what} has changed since step {step} (sha256 {then[:12]} then, {now[:12]} now); "
+                    f"give the old {what}, or start over with --fresh",
+                )  # fmt: skip
         self.loader.set_state(extra["data"])
         self.heldout_loss = extra["heldout_loss"]
         return self._to_positions(saved, self.shardings)
@@ -237,6 +244,7 @@ class Training:
         extra = {
             "data": self.loader.get_state(),
             "corpus_sha256": self.corpus.sha256,
+            "tokenizer_sha256": self.corpus.tokenizer.sha256,
             "heldout_loss": loss,
             "config": to_dict(self.config),
             "calibration": dataclasses.asdict(self.rates) if self.rates else None,
@@ -372,7 +380,8 @@ class Training:
                 write_report(self.folder)
             say(format_summary(summary, self.folder))
         if self.config.train.sample_bytes:
-            say(f"sample:\n{sample(self.stepper, self.state, self.config.train.sample_bytes)}")
+            text = sample(self.stepper, self.state, self.config.train.sample_bytes, tokenizer=self.corpus.tokenizer)
+            say(f"sample:\n{text}")
         return summary
 
     def _start_line(self) -> str:
@@ -407,6 +416,7 @@ class Training:
             "data_ms": median("data_ms"),
             "bytes_per_step": None if bytes_per_step is None else round(bytes_per_step),
             "bytes_by_purpose": {purpose: round(float(np.mean(values))) for purpose, values in moved.items()},
+            "token": "token" if self.config.data.tokenizer else "byte",  # what the losses are per
             "dropped_fraction": last_mean("dropped_fraction"),
             "max_vio": last_mean("max_vio"),
             "skipped_updates": last[-1]["skipped_updates"],

@@ -14,7 +14,8 @@ import pytest
 
 import fef.corpus
 from fef.config import ConfigError, DataConfig
-from fef.data import Corpus, decode, encode, heldout_batches, load_corpus, make_loader, num_windows
+from fef.data import Corpus, heldout_batches, load_corpus, make_loader, num_windows
+from fef.tokenizer import decode, encode
 
 CASES = pathlib.Path(__file__).parent / "cases" / "data"
 MANIFEST = json.loads((CASES / "manifest.json").read_text())

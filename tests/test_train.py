@@ -15,6 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from small import ROOT, SMALL, assert_equal, fast_compilation, quick_environment, small_config  # noqa: F401
 
 import fef.train
@@ -290,6 +291,28 @@ def test_a_run_that_fails_leaves_no_trace_open(tmp_path):
 def test_another_model_or_other_data_is_refused(change, words, six_steps):
     with pytest.raises(ConfigError, match=words):
         run(six_steps[0], change)
+
+
+def test_a_run_with_a_tokenizer_goes_on_with_the_same_file_only(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "the": 300}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    changes = {
+        "data.tokenizer": str(tmp_path / "tokenizer.json"), "model.vocab_size": 301, "mesh.devices": 1,
+        "train.steps": 2, "train.sample_bytes": 4, "run.report": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"config.model.vocab_size=300: .* has 301 token ids; set"):
+        run(tmp_path / "run", changes | {"model.vocab_size": 300})
+    summary, out = run(tmp_path / "run", changes)
+    assert summary["token"] == "token" and re.search(r"held-out loss +\d\.\d+ nats/token", out)
+    assert set(out.split("sample:\n")[1].split()) <= {"?", "the"}
+    assert "nats per token" in (tmp_path / "run/report.html").read_text()
+    on = changes | {"train.steps": 3, "train.sample_bytes": 0, "run.report": False}
+    assert run(tmp_path / "run", on)[0]["steps"] == 3
+    tokenizer.add_tokens(["of"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"config.data.tokenizer='.*': the tokenizer has changed since step 3 \("):
+        run(tmp_path / "run", on | {"train.steps": 4, "model.vocab_size": 301})
 
 
 def test_a_changed_text_is_refused(tmp_path, six_steps):

@@ -5,7 +5,7 @@ Command:  python -m experiments.tables routing
 Hardware: 2 CPU cores; one device, so that nothing depends on a network.
 Time:     40 seconds a run, about an hour for all.
 Expected: without any balance method most experts get little; a bias balances without a cost in loss; capacity drops.
-          hash and random are what a learned gate must beat; top_p takes at most as many experts as the others.
+          Learned gates beat hash and random; top_p takes at most as many experts as the others.
 """
 
 from typing import Any

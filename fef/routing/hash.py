@@ -12,9 +12,9 @@ vocabulary, as the order is made when it is needed: the experts sorted by
 mix(h) = the finaliser of MurmurHash3 on h + 0x9E3779B9 (without the addition mix(0) is 0), of 32 bits, so that ties are
 possible but rare; the lower expert goes first.
 
-Source: Roller, Sukhbaatar, Szlam, Weston, "Hash Layers For Large Sparse Models", 2021, section 3 (random hash; its
-balanced hash shares out the ids by how frequent they are, which needs counts of a text); K > 1 sums whole experts,
-where the paper's multi-hash joins slices of several. MurmurHash3: Appleby, 2011, `fmix32`.
+Source: Roller, Sukhbaatar, Szlam, Weston, "Hash Layers For Large Sparse Models", 2021 (random hash; its balanced
+assignment shares out the ids by how frequent they are, which needs counts of a text); K > 1 sums whole experts, where
+the paper's MultiHash joins segments of several. MurmurHash3: Appleby, 2011, `fmix32`.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from fef.routing.gate import check_choices, token_choice
 @ROUTERS.register("hash")
 @dataclasses.dataclass(frozen=True)
 class Hash:
-    """Dropless routing by token id; no gate.
+    """Dropless routing by token id; no gate. A `MoeLayer` must be given the ids, or all tokens go the way of id 0.
 
     Raises:
       ConfigError: K outside [1, E] or an option out of range.

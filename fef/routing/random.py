@@ -5,8 +5,8 @@
 In training each step draws anew. In evaluation the draw is the same for every sequence and every time: it depends on
 the place in the sequence, the layer and `eval_seed`.
 
-Source: the control of Roller et al., "Hash Layers For Large Sparse Models", 2021, section 5.1, and of Zuo et al.,
-"Taming Sparsely Activated Transformer with Stochastic Experts", 2021, section 3.
+Source: Zuo et al., "Taming Sparsely Activated Transformer with Stochastic Experts", 2021, whose experts are drawn at
+random too; without the paper's consistency loss, which compares two draws.
 """
 
 import dataclasses
