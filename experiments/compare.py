@@ -29,7 +29,7 @@ from experiments import rows_file
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
-SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/l*.py", "scripts/*.sh")
+SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh")
 GRACE_S = 10.0
 
 
