@@ -7,7 +7,7 @@ for T*K rows at the rate of a large GEMM), `step_ms`, `bytes` (received by the b
     wire         this dispatcher's bytes at the rate of a host's link
     utilisation  compute / step. Imbalance, small GEMMs and waiting all count as loss.
     floor        the larger of compute and the wire time of the fewest bytes among the dispatchers of a cell
-    overlapped   all_to_all at its best: exact rows without padding, all of them hidden under the compute of another
+    overlapped   all_to_all at its best: a row for each choice, without padding, all hidden under the compute of another
                  micro-batch. The larger of the busiest member's compute and of its rows' time on the link, for rows do
                  not leave a hot expert's home: that loss no overlap hides.
 
