@@ -9,8 +9,10 @@ from experiments.sheet import DASH, Cell, Head, Line, Sheet, number, word
 
 OURS = "fluid"  # of the dispatchers, what the others are compared with
 BY_BYTES = "fluid:cost=bytes"  # has the least bytes
-NEEDED = (
-    "cell", "flags", "dispatcher", "hosts", "tokens", "layer_s", "step_ms", "bytes", "command", "commit", "versions"
+NEEDED = (  # of a row, a point leads inwards
+    "cell.network", "cell.nic", "cell.tokens", "cell.us_per_token", "cell.steps", "flags.members", "flags.layers",
+    "flags.experts", "flags.choices", "flags.d_model", "flags.nic", "flags.workload", "dispatcher", "hosts", "tokens",
+    "layer_s", "step_ms", "bytes", "command", "commit", "versions.jax",
 )  # fmt: skip
 PLACE = (
     Head("network"), Head("relay"), Head("Mbit/s", is_number=True), Head("routing"), Head("T", is_number=True)
@@ -65,9 +67,9 @@ def _note(ratios: list[float]) -> str:
         f"`ratio`: of `{OURS}` to the best of the others; median {statistics.median(ratios):.2f}, worst "
         f"{max(ratios):.2f}, at most 1.05 in {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} cells. "
         f"`spread`: its slowest step by its fastest. `floor`: the larger of the modelled time and the fewest bytes "
-        f"of all dispatchers at the link's rate. `overlapped`: what all_to_all could reach at best, a row for "
-        f"each choice, hidden under the compute of another micro-batch. `least`: whether `cost=bytes` has moved exactly the sum of each "
-        f"member's and expert's minimum of rows' and weights' bytes."
+        f"of all dispatchers at the link's rate. `overlapped`: what all_to_all could reach at best, a row for each "
+        f"choice, hidden under the compute of another micro-batch. `least`: whether `cost=bytes` has moved exactly the "
+        f"sum of each member's and expert's minimum of rows' and weights' bytes."
     )
 
 

@@ -38,11 +38,11 @@ def read(path: pathlib.Path, code: str) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    text = path.read_text()
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        path.write_text(text)
-    rows = parse(path, text)
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        content = content[: content.rfind(b"\n") + 1]
+        path.write_bytes(content)
+    rows = parse(path, content)
     for number, row in enumerate(rows, 1):
         if row["code"] != code:
             raise UserError(
@@ -52,14 +52,14 @@ def read(path: pathlib.Path, code: str) -> list[dict[str, Any]]:
     return rows
 
 
-def parse(path: pathlib.Path, text: str) -> list[dict[str, Any]]:
-    """The rows of a file's text, of whatever sources.
+def parse(path: pathlib.Path, content: bytes) -> list[dict[str, Any]]:
+    """The rows in the content of a file, of whatever sources.
 
     Raises:
       UserError: a line that is no row; names the file and the line.
     """
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             row = json.loads(line)
             row["code"]

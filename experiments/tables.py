@@ -28,7 +28,7 @@ from experiments.sheet import Cell, Head, Line, Sheet, number, word
 from fef.config import UserError
 
 SOURCES = (*rows_file.FEF, "experiments/flags.py", "experiments/train.py")
-NEEDED = ("settings", "heldout_loss", "steps", "command", "commit", "versions")  # by a table, of a row
+NEEDED = ("settings", "heldout_loss", "steps", "command", "commit", "versions.jax")  # of a row, a point leads inwards
 LATE = 0.25  # of a run's steps, over which its measures are averaged
 
 # Of a run, in the order of the columns: what, the row's key, its format.
