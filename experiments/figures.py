@@ -6,6 +6,7 @@ drawing serves light and dark screens; files are drawn on white.
 
 import dataclasses
 import io
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 COLOURS = ("c1", "c2", "c3", "c4", "c5", "c7", "c8", "c6")
 BOUNDS = (("floor", "ink", ":"), ("overlapped all_to_all", "soft", "--"))  # name, colour, line
 MARKS = "os^Dvp*X"
-WIDTH_IN, HEIGHT_IN = 5.2, 3.3  # of a panel
+# Each has the same colour and mark in all figures; others get what is left.
+KNOWN = (
+    "fluid", "pooled", "fluid:mode=tokens", grid_sheets.BY_BYTES, "all_gather", "all_to_all", "all_to_all:form=shifted"
+)  # fmt: skip
+WIDTH_IN, HEIGHT_IN = 4.6, 3.0  # of a panel
 LETTERS = 11.0  # points; a page on a phone shows a panel at about its own size
 MAX_COLUMNS = 3
 STYLE = {
@@ -62,6 +67,7 @@ class Panel:
       places: the numbers or names.
       series: what is drawn.
       place_label, label: of the axes of places and of values.
+      span: ends of the axis of values, the same for all panels that are compared; None: what fits.
     """
 
     title: str
@@ -70,6 +76,7 @@ class Panel:
     series: Sequence[Series]
     place_label: str
     label: str
+    span: tuple[float, float] | None = None
 
 
 # What is drawn of which rows.
@@ -96,7 +103,14 @@ def of_grid(rows: list[dict[str, Any]]) -> list[Panel]:
             places = ["\n".join(cell[key] for key in varying) for cell in group]
         kind, label = ("lines", "tokens of a member (T)") if several else ("bars", "")
         panels.append(Panel(title, kind, places, _series(of_rows, names), label, "step, ms"))
-    return panels
+    return _on_one_scale(panels)
+
+
+def _on_one_scale(panels: list[Panel]) -> list[Panel]:
+    """Panels over numbers are compared by eye, so their axes have the same ends."""
+    values = [y for panel in panels for series in panel.series for y in series.y if math.isfinite(y)]
+    span = min(values) / 1.2, max(values) * 1.2
+    return [dataclasses.replace(panel, span=span) if panel.kind == "lines" else panel for panel in panels]
 
 
 def _place(row: dict[str, Any]) -> dict[str, Any]:
@@ -111,10 +125,8 @@ def _place(row: dict[str, Any]) -> dict[str, Any]:
 
 def _series(of_cells: list[list[dict[str, Any]]], names: list[str]) -> list[Series]:
     measured = [{row["dispatcher"]: row["step_ms"] for row in of_cell} for of_cell in of_cells]
-    series = [
-        Series(name, [times.get(name, math.nan) for times in measured], *_look(index))
-        for index, name in enumerate(names)
-    ]
+    looks = _looks(names)
+    series = [Series(name, [times.get(name, math.nan) for times in measured], *looks[name]) for name in names]
     limits = (
         [bounds.floor_ms(of_cell) for of_cell in of_cells],
         [bounds.overlapped_ms(of_cell[0]) for of_cell in of_cells],
@@ -122,8 +134,17 @@ def _series(of_cells: list[list[dict[str, Any]]], names: list[str]) -> list[Seri
     return series + [Series(*what[:1], y, *what[1:]) for what, y in zip(BOUNDS, limits, strict=True)]
 
 
-def _look(index: int) -> tuple[str, str, str]:
-    return COLOURS[index % len(COLOURS)], "", MARKS[index % len(MARKS)]
+def _looks(names: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Of each name its colour, line and mark."""
+    places: dict[str, int] = {}
+    for name in names:
+        short = grid_sheets.BY_BYTES if name.startswith(grid_sheets.BY_BYTES) else name
+        if short in KNOWN and KNOWN.index(short) not in places.values():
+            places[name] = KNOWN.index(short)
+    for name in names:
+        if name not in places:
+            places[name] = next(place for place in itertools.count() if place not in places.values())
+    return {name: (COLOURS[i % len(COLOURS)], "", MARKS[i % len(MARKS)]) for name, i in places.items()}
 
 
 def of_training(sheets: list[Sheet]) -> list[Panel]:
@@ -134,7 +155,7 @@ def of_training(sheets: list[Sheet]) -> list[Panel]:
         losses = [[row["heldout_loss"] for row in line.rows] for line in lines]
         if lines:
             names = [str(line.cells[0].value) for line in lines]
-            series = [Series("a seed", losses, *_look(0))]
+            series = [Series("a seed", losses, COLOURS[0])]
             panels.append(Panel(sheet.title, "dots", names, series, "", "held-out loss, nats"))
     return panels
 
@@ -224,6 +245,8 @@ def _draw_lines(axes: "Axes", panel: Panel) -> None:
     axes.set_yscale("log")
     axes.set_xticks(panel.places, [f"{place:,}" for place in panel.places])
     axes.minorticks_off()
+    if panel.span:
+        axes.set_ylim(panel.span)
     low, high = axes.get_ylim()
     ticks = [factor * 10**power for power in range(9) for factor in (1, 2, 5) if low <= factor * 10**power <= high]
     axes.set_yticks(ticks, [f"{tick:,}" for tick in ticks])

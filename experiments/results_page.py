@@ -92,7 +92,7 @@ def _table(sheet: Sheet) -> str:
     notes = [*([f"In all lines: {told}."] if told else []), *sheet.notes]
     return (
         f'<div class="table" role="region" tabindex="0" aria-label="{escape(sheet.title)}"><table class="sortable">'
-        f'<thead><tr>{heads}<th><span class="unseen">Where from</span></th></tr></thead>{lines}</table></div>'
+        f'<thead><tr><th><span class="unseen">Where from</span></th>{heads}</tr></thead>{lines}</table></div>'
         + "".join(f'<p class="note">{_markdown(note)}</p>' for note in notes)
     )
 
@@ -124,7 +124,7 @@ def _line(line: Line, heads: Sequence[Head], shown: Sequence[int]) -> str:
         if of_rows
     )
     return (
-        f"<tbody><tr>{cells}{open_button}</tr>"
+        f"<tbody><tr>{open_button}{cells}</tr>"
         f'<tr class="from"><td colspan="{len(shown) + 1}"><div>{commands}<dl>{texts}</dl></div></td></tr></tbody>'
     )
 
@@ -146,6 +146,7 @@ def _markdown(text: str) -> str:
 
 
 _STYLE = """
+.table { position: relative; }
 h3 { font-size: 15px; margin: 22px 0 8px; }
 .contents { padding-left: 20px; }
 .charts { grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); margin-bottom: 14px; }
