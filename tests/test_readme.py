@@ -161,7 +161,8 @@ def check(words):
 
 
 PLAIN = [
-    importlib.import_module(f"experiments.{name}") for name in ("bench_ffn", "bench_pool", "launch", "readme_tables")
+    importlib.import_module(f"experiments.{name}")
+    for name in ("bench_ffn", "bench_pool", "launch", "readme_tables", "render")
 ]
 
 
