@@ -162,7 +162,9 @@ svg text { font-size: inherit; }
 .sortable th { padding: 0; white-space: nowrap; }
 .sortable tbody:last-child td { border-bottom: 0; }
 .sortable tr:last-child td { border-bottom: 1px solid var(--line); }
-.sortable td:nth-child(n) { overflow-wrap: normal; }
+.sortable td:nth-child(n) { overflow-wrap: normal; white-space: nowrap; }
+.sortable td code { white-space: normal; }
+.sortable .from > td:nth-child(n) { white-space: normal; }
 th button { font: inherit; color: inherit; background: none; border: 0; cursor: pointer; padding: 8px 12px;
   width: 100%; min-height: 40px; text-align: inherit; max-width: 190px; white-space: normal; }
 th button:hover, .open:hover { color: var(--ink); }
