@@ -6,6 +6,7 @@ A part stands between `<!-- KIND: NAME -->` and `<!-- end -->`:
 
     table    a table of results/NAME.json, which `python -m experiments.NAME --json=results/NAME.json` writes
     grid     a table of results/NAME.jsonl, which experiments.compare writes, with configs/compare/NAME.py
+    runs     tables of results/NAME.jsonl, which experiments.tables writes, with configs/tables/NAME.py
     output   what a program printed, kept in results/NAME.txt
     lines    the files of READING_ORDER with their number of lines and the first sentence of their docstring
 """
@@ -16,12 +17,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack, grid_sheets
+from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack, grid_sheets, rows_file, tables
 from experiments.flags import ROOT, parse_flags, run
 from fef.config import UserError
 
 README, RESULTS = ROOT / "README.md", ROOT / "results"
-KINDS = "table|grid|output|lines"
+KINDS = "table|grid|runs|output|lines"
 PART = re.compile(rf"(?P<begin><!-- (?P<kind>{KINDS}): (?P<name>\w+) -->\n).*?(?P<end><!-- end -->)", re.S)
 READING_ORDER = (
     "experiments/train.py",
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
     README.write_text(rewrite(README.read_text()))
 
 
-def rewrite(text: str, kinds: tuple[str, ...] = ("table", "grid", "output", "lines")) -> str:
+def rewrite(text: str, kinds: tuple[str, ...] = tuple(KINDS.split("|"))) -> str:
     """The text with its parts of these kinds made anew.
 
     Raises:
@@ -81,10 +82,18 @@ def _table(name: str) -> str:
 
 
 def _grid(name: str) -> str:
+    return grid_sheets.markdown(_rows(name, f"compare --config=configs/compare/{name}.py"))
+
+
+def _runs(name: str) -> str:
+    return tables.markdown(tables.load_table(name), _rows(name, f"tables {name}"))
+
+
+def _rows(name: str, program: str) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
-        raise UserError(f"{path}: no such file; python -m experiments.compare --config=configs/compare/{name}.py")
-    return grid_sheets.markdown([json.loads(line) for line in path.read_text().splitlines()])
+        raise UserError(f"{path}: no such file; make it with python -m experiments.{program}")
+    return rows_file.parse(path, path.read_bytes())
 
 
 def _ffn_table(rows: list[dict[str, Any]]) -> str:
@@ -124,7 +133,13 @@ def _lines(_: str) -> str:
     return "\n".join(lines)
 
 
-_RENDER: dict[str, Callable[[str], str]] = {"table": _table, "grid": _grid, "output": _output, "lines": _lines}
+_RENDER: dict[str, Callable[[str], str]] = {
+    "table": _table,
+    "grid": _grid,
+    "runs": _runs,
+    "output": _output,
+    "lines": _lines,
+}
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from result_rows import training_row, write
 
 import fef
-from experiments import bench_dispatch, flags, readme_tables, train
+from experiments import bench_dispatch, flags, readme_tables, tables, train
 from fef import sharding
 from fef.config import Config, UserError, flatten
 from fef.dispatch import DISPATCHERS
@@ -193,7 +194,7 @@ def test_numbers_are_those_of_the_results():
         ("grid", "baselines"), ("grid", "leaves"), ("table", "bench_stack"), ("table", "bench_pool"),
         ("lines", "reading_order"), ("table", "bench_ffn"),
     ]  # fmt: skip
-    wanted = readme_tables.rewrite(README, kinds=("table", "grid", "output"))
+    wanted = readme_tables.rewrite(README, kinds=("table", "grid", "runs", "output"))
     assert wanted == README, "run python -m experiments.readme_tables"
 
 
@@ -209,7 +210,20 @@ def test_a_missing_result_names_the_command_that_makes_it(monkeypatch, tmp_path)
     monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
     with pytest.raises(UserError, match="python -m experiments.bench_ffn --json=results/bench_ffn.json"):
         readme_tables.rewrite("<!-- table: bench_ffn -->\n<!-- end -->")
+    with pytest.raises(UserError, match="python -m experiments.compare --config=configs/compare/leaves.py"):
+        readme_tables.rewrite("<!-- grid: leaves -->\n<!-- end -->")
+    with pytest.raises(UserError, match="python -m experiments.tables routing"):
+        readme_tables.rewrite("<!-- runs: routing -->\n<!-- end -->")
     (tmp_path / "x.txt").write_text("a\x1bb\n```\n")
     assert readme_tables.rewrite("<!-- output: x -->\nold\n<!-- end -->").splitlines() == [
         "<!-- output: x -->", "````text", "a\N{REPLACEMENT CHARACTER}b", "```", "````", "<!-- end -->"
     ]  # fmt: skip
+
+
+def test_runs_of_training_become_tables(monkeypatch, tmp_path):
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    runs = tables.load_table("routing").runs()
+    write(tmp_path / "routing.jsonl", [training_row(run, 2.5) for run in runs if run["moe.router"] == "hash"])
+    text = readme_tables.rewrite("before\n<!-- runs: routing -->\nold\n<!-- end -->\nafter")
+    assert text.startswith("before\n<!-- runs: routing -->\n8 steps, 3 seeds") and "old" not in text
+    assert "**Capacity**" in text and "| `hash` | 2.500 ± 0.000 | 0.50 | 25.0% | 1.0 | 2.50 |" in text

@@ -4,6 +4,7 @@ import csv
 import html
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -186,3 +187,28 @@ def test_panels_over_tokens_share_their_scale():
     assert [panel.places for panel in panels] == [[512, 1024]] * 2 and panels[0].span == panels[1].span
     low, high = panels[0].span
     assert low < 90 and high > 10_066  # the floor; an overlapped all_to_all at a tenth of the rate
+
+
+def test_limits_stand_beside_what_was_measured():
+    (panel,) = figures.of_grid(grid())
+    drawn = {one.name: [round(y) for y in one.y] for one in panel.series}
+    assert drawn == {
+        "pooled": [200, 400], "fluid": [210, 420], "floor": [90, 90], "overlapped all_to_all": [503, 1007]
+    }  # fmt: skip
+    svg = figures.panel_svg(panel)
+    assert all(f">{text}<" in svg for text in ("512", "1,024", "tokens of a member (T)", "200", "500"))
+
+
+def test_few_tokens_are_drawn_by_routing():
+    hot = grid_row("pooled", 300.0) | {"flags": grid_row("", 1.0)["flags"] | {"workload": "hot_experts"}}
+    (panel,) = figures.of_grid([*grid()[:2], hot])
+    assert (panel.title, panel.kind, panel.places) == ("100 Mbit/s, T = 512", "bars", ["balanced", "hot_experts"])
+    assert panel.series[0].y == [200.0, 300.0] and math.isnan(panel.series[1].y[1])  # fluid was not measured
+    assert ">hot_experts<" in figures.panel_svg(panel)
+
+
+def test_without_matplotlib_the_remedy_is_named(results, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(UserError, match=r"figures need matplotlib: pip install 'fef\[figures\]'"):
+        render.render(results)
