@@ -180,6 +180,7 @@ def _function(config: Config) -> dict[str, Any]:
     model, scope = config.model, scopes(config)
     unused = ["model.head_dim", "model.num_kv_heads"] if model.mla.kv_rank else ["model.mla."]
     unused += ["model.yarn."] if model.yarn.factor == 1 else []
+    unused += [] if model.encoder.layers else ["model.encoder.buckets", "model.encoder.max_distance"]
     unused += [] if model.attention.window else ["model.attention.window_every"]
     unused += ["model.d_ff"] if all(moe_layers(config)) else []
     of_the_model = ("model.", "moe.", f"routing.{config.moe.router}.")
