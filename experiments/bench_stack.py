@@ -10,9 +10,9 @@ leave the CPU to the network; `--values` computes them too, else a stand-in show
 Each of `--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a
 third of it forward. All dispatchers take turns, step by step, under one workload after the other.
 
-Utilisation is the modelled time of the mean rows by the time of the step. `floor` is the larger of that modelled time
-and of this dispatcher's bytes of the busiest member at the link's rate (`--nic`). `wait` is the time for which the
-first member's device had nothing to do but to wait in the pool. `max loss difference` is to the first dispatcher.
+Utilisation and `floor`, here with this dispatcher's own bytes at the link's rate (`--nic`), are those of
+experiments/bounds.py. `wait` is the time for which the first member's device had nothing to do but to wait in the pool.
+`max loss difference` is to the first dispatcher.
 
 `--dispatchers` takes registered names, with options after a colon: all_to_all:form=shifted.
 """
@@ -32,6 +32,7 @@ import tqdm
 from absl import flags
 from jax.sharding import Mesh
 
+from experiments import bounds
 from experiments.flags import dispatcher_words, override, parse_flags, run
 from fef import hosts, provenance, sharding, startup
 from fef.config import Config, PoolConfig, UserError
@@ -232,24 +233,17 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
     relay_GRP = relays(pool.host_GR, pool.leaf_of_host, one.moved_MLQP.shape[-1]) if pool.relay else None
     received = bytes_received(one.moved_MLQP, values.members, units, relay_GRP)
     busiest = int(np.max(sum(of_MR.sum(1) for of_MR in received.values())))
-    step_s = float(np.median(one.times_s[WARM_UP_STEPS:]))
-    compute_s = values.layers * one.layer_s
-    wire_s = busiest * 8 / (values.nic * 1e6)
-    return {
+    row = {
         "dispatcher": one.name,
         "tokens": one.tokens,
         "layer_s": one.layer_s,
-        "step_ms": step_s * 1e3,
+        "step_ms": float(np.median(one.times_s[WARM_UP_STEPS:])) * 1e3,
         "steps_ms": [t * 1e3 for t in one.times_s],
-        "utilisation": compute_s / step_s,
         "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
         "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
         "bytes": busiest,
         "bytes_by_purpose": {purpose: int(of_MR.sum()) for purpose, of_MR in received.items()},  # of all members
         "least_bytes": one.least_bytes,  # likewise
-        "compute_ms": compute_s * 1e3,
-        "wire_ms": wire_s * 1e3,
-        "floor_ms": max(compute_s, wire_s) * 1e3,
         "loss": one.losses[-1],
         "max_loss_difference": float(np.abs(np.subtract(one.losses, first.losses)).max()),
         "rates": one.rates and dataclasses.asdict(one.rates),
@@ -259,6 +253,13 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
         "flags": {key: getattr(values, key) for key in _SETTING} | {"workload": one.workload},
         "commit": provenance.commit(),
         "versions": provenance.versions(),
+    }
+    return row | {
+        "utilisation": bounds.utilisation(row),
+        "compute_ms": bounds.compute_ms(row),
+        "wire_ms": bounds.wire_ms(row),
+        "floor_ms": bounds.floor_ms([row]),
+        "overlapped_ms": bounds.overlapped_ms(row),
     }
 
 

@@ -16,7 +16,6 @@ import os
 import pathlib
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,11 +24,11 @@ from typing import Any
 import tqdm
 from absl import flags
 
-from experiments import rows_file
+from experiments import grid_sheets, rows_file
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
-SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/l*.py", "scripts/*.sh")
+SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh")
 GRACE_S = 10.0
 
 
@@ -108,7 +107,7 @@ def main(argv: list[str]) -> None:
             rows_file.append(results, new)
             rows += new
             bar.update()
-    print(table(rows))
+    print(grid_sheets.markdown(rows))
 
 
 def load_grid(path: str) -> Grid:
@@ -175,71 +174,6 @@ def _end(process: subprocess.Popen) -> None:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-OURS = "fluid"  # of the dispatchers, what the others are compared with
-BY_BYTES = "fluid:cost=bytes"  # has the least bytes
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each cell, with the step time of each dispatcher and how `fluid` stands among them."""
-    cells: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        cells.setdefault(json.dumps([row["cell"], row["flags"]["workload"]], sort_keys=True), []).append(row)
-    names = list(dict.fromkeys(row["dispatcher"] for row in rows))
-    first = rows[0]
-    heads = ["network", "relay", "Mbit/s", "routing", "T", "floor", *(f"`{name}`" for name in names)]
-    heads += ["ratio", "spread", "least"]
-    lines = [
-        f"{first['hosts']} hosts with one member each, L={first['flags']['layers']}, E={first['flags']['experts']}, "
-        f"K={first['flags']['choices']}, modelled device time of {first['cell']['us_per_token']:g} us a token and "
-        f"layer; medians of {first['cell']['steps']} steps in ms; jax {first['versions']['jax']}, commit "
-        f"{first['commit']}.",
-        "",
-        "| " + " | ".join(heads) + " |",
-        "| --- | --- | ---: | --- |" + " ---: |" * (len(heads) - 5) + " --- |",
-    ]
-    for of_cell in cells.values():
-        lines.append("| " + " | ".join(_line(of_cell, names)) + " |")
-    ratios = [ratio for of_cell in cells.values() if (ratio := _ratio(of_cell)) is not None]
-    if ratios:
-        lines += [
-            "",
-            f"`ratio`: of `{OURS}` to the best of the others; median {statistics.median(ratios):.2f}, worst "
-            f"{max(ratios):.2f}, at most 1.05 in {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} cells. "
-            f"`spread`: its slowest step by its fastest. `floor`: the larger of the modelled time and the fewest bytes "
-            f"of all dispatchers at the link's rate. `least`: whether `cost=bytes` has moved exactly the sum of each "
-            f"member's and expert's minimum of rows' and weights' bytes.",
-        ]
-    return "\n".join(lines)
-
-
-def _line(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
-    of_name = {row["dispatcher"]: row for row in rows}
-    cell, ratio = rows[0]["cell"], _ratio(rows)
-    line = [cell["network"], cell["relay"], f"{cell['nic']:,}", rows[0]["flags"]["workload"], f"{cell['tokens']:,}"]
-    line.append(f"{min(row['floor_ms'] for row in rows):,.0f}")
-    best = min(of_name[name]["step_ms"] for name in names if name in of_name)
-    for name in names:
-        row = of_name.get(name)
-        text = f"{row['step_ms']:,.0f}" if row else "\N{EN DASH}"
-        line.append(f"**{text}**" if row and row["step_ms"] == best else text)
-    steps = of_name[OURS]["steps_ms"][-cell["steps"] :] if OURS in of_name else []
-    line += ["\N{EN DASH}"] * 2 if ratio is None else [f"{ratio:.2f}", f"{max(steps) / min(steps):.2f}"]
-    least = [row for row in rows if row["dispatcher"].startswith(BY_BYTES)]
-    return [*line, "yes" if least and all(map(_is_least, least)) else "**no**" if least else "\N{EN DASH}"]
-
-
-def _ratio(rows: list[dict[str, Any]]) -> float | None:
-    """Of fluid's step to the best of the others."""
-    times = {row["dispatcher"]: row["step_ms"] for row in rows}
-    others = [ms for name, ms in times.items() if name != OURS]
-    return times[OURS] / min(others) if OURS in times and others else None
-
-
-def _is_least(row: dict[str, Any]) -> bool:
-    moved = row["bytes_by_purpose"]
-    return sum(moved.get(purpose, 0) for purpose in ("weights", "gradients", "tokens")) == row["least_bytes"]
 
 
 if __name__ == "__main__":

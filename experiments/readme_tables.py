@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack, compare
+from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack, grid_sheets
 from experiments.flags import ROOT, parse_flags, run
 from fef.config import UserError
 
@@ -85,7 +85,7 @@ def _grid(name: str) -> str:
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
         raise UserError(f"{path}: no such file; python -m experiments.compare --config=configs/compare/{name}.py")
-    return compare.table([json.loads(line) for line in path.read_text().splitlines()])
+    return grid_sheets.markdown([json.loads(line) for line in path.read_text().splitlines()])
 
 
 def _ffn_table(rows: list[dict[str, Any]]) -> str:

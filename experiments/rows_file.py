@@ -38,22 +38,34 @@ def read(path: pathlib.Path, code: str) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    text = path.read_text()
-    if text and not text.endswith("\n"):
-        text = text[: text.rfind("\n") + 1]
-        path.write_text(text)
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-            of_row = rows[-1]["code"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}: is no row of results; take it out or name another file") from None
-        if of_row != code:
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        content = content[: content.rfind(b"\n") + 1]
+        path.write_bytes(content)
+    rows = parse(path, content)
+    for number, row in enumerate(rows, 1):
+        if row["code"] != code:
             raise UserError(
-                f"{path}, line {number}: is of sources {of_row} (commit {rows[-1].get('commit')}), these are {code}; "
+                f"{path}, line {number}: is of sources {row['code']} (commit {row.get('commit')}), these are {code}; "
                 "move the file away or name another one by --results"
             )
+    return rows
+
+
+def parse(path: pathlib.Path, content: bytes) -> list[dict[str, Any]]:
+    """The rows in the content of a file, of whatever sources.
+
+    Raises:
+      UserError: a line that is no row; names the file and the line.
+    """
+    rows = []
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["code"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: is no row of results; take it out or name another file") from None
+        rows.append(row)
     return rows
 
 

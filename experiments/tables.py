@@ -24,9 +24,11 @@ from absl import flags
 
 from experiments import rows_file
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
+from experiments.sheet import Cell, Head, Line, Sheet, number, word
 from fef.config import UserError
 
 SOURCES = (*rows_file.FEF, "experiments/flags.py", "experiments/train.py")
+NEEDED = ("settings", "heldout_loss", "steps", "command", "commit", "versions.jax")  # of a row, a point leads inwards
 LATE = 0.25  # of a run's steps, over which its measures are averaged
 
 # Of a run, in the order of the columns: what, the row's key, its format.
@@ -140,33 +142,66 @@ def measures(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
     return {"heldout_loss": summary["heldout_loss"], **means}
 
 
-def markdown(table: Table, rows: list[dict[str, Any]]) -> str:
-    """A Markdown table for each section: mean over the seeds and, of the loss, the standard deviation."""
+def caption(table: Table, rows: list[dict[str, Any]]) -> str:
+    """What all runs share, one line."""
     first = rows[0]
-    lines = [
+    return (
         f"{first['steps']} steps, {len(table.seeds)} seeds; measures over the last quarter of the steps and all MoE "
-        f"layers, gate entropy in nats; jax {first['versions']['jax']}, commit {first['commit']}.",
-    ]
+        f"layers, gate entropy in nats; jax {first['versions']['jax']}, commit {first['commit']}."
+    )
+
+
+def summary(table: Table, rows: list[dict[str, Any]]) -> list[Sheet]:
+    """A table for each section: mean over the seeds and, of the loss, the standard deviation."""
+    sheets = []
     for title, variants in table.sections.items():
         published = [name for name in variants if name in table.published]
-        heads = ["variant", *(what for what, _, _ in MEASURES), *(["published"] if published else [])]
-        lines += ["", f"**{title}**", "", "| " + " | ".join(heads) + " |"]
-        lines.append("| --- |" + " ---: |" * len(MEASURES) + (" --- |" if published else ""))
+        heads = [Head("variant"), *_measure_heads(), *([Head("published")] if published else [])]
+        lines = []
         for name, settings in variants.items():
             of_seeds = [table.run(settings, seed) for seed in table.seeds]
-            cells = [f"`{name}`", *_cells([row for row in rows if row["settings"] in of_seeds])]
-            lines.append("| " + " | ".join(cells + ([table.published.get(name, "")] if published else [])) + " |")
-    return "\n".join(lines)
+            of_variant = [row for row in rows if row["settings"] in of_seeds]
+            cells = [word(name, is_code=True), *_means(of_variant)]
+            lines.append(Line(cells + ([word(table.published.get(name, ""))] if published else []), of_variant))
+        sheets.append(Sheet(title, heads, lines))
+    return sheets
 
 
-def _cells(rows: list[dict[str, Any]]) -> list[str]:
+def every_run(table: Table, rows: list[dict[str, Any]]) -> Sheet:
+    """A line for each run, under each variant that it is of."""
+    lines = []
+    for title, variants in table.sections.items():
+        for name, settings in variants.items():
+            for seed in table.seeds:
+                for row in rows:
+                    if row["settings"] == table.run(settings, seed):
+                        cells = [word(title), word(name, is_code=True), number(seed, "{}")]
+                        cells += [number(row.get(key), form) for _, key, form in MEASURES]
+                        lines.append(Line(cells, [row]))
+    heads = [Head("section"), Head("variant"), Head("seed", is_number=True), *_measure_heads()]
+    return Sheet("Every run", heads, lines)
+
+
+def markdown(table: Table, rows: list[dict[str, Any]]) -> str:
+    """What was run, and the tables by sections."""
+    parts = [caption(table, rows)]
+    for sheet in summary(table, rows):
+        parts += [f"**{sheet.title}**", sheet.markdown()]
+    return "\n\n".join(parts)
+
+
+def _measure_heads() -> list[Head]:
+    return [Head(what, is_number=True) for what, _, _ in MEASURES]
+
+
+def _means(rows: list[dict[str, Any]]) -> list[Cell]:
     cells = []
     for _, key, form in MEASURES:
-        of_seeds = [row[key] for row in rows]
-        text = form.format(statistics.fmean(of_seeds)) if of_seeds else "\N{EN DASH}"
+        of_seeds = [row[key] for row in rows if row.get(key) is not None]
+        cell = number(statistics.fmean(of_seeds) if of_seeds else None, form)
         if key == "heldout_loss" and len(of_seeds) > 1:
-            text += f" ± {statistics.stdev(of_seeds):.3f}"
-        cells.append(text)
+            cell = Cell(cell.value, f"{cell.text} ± {statistics.stdev(of_seeds):.3f}")
+        cells.append(cell)
     return cells
 
 

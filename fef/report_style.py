@@ -3,28 +3,31 @@
 The script adds one thing to the charts: the values under the pointer. Without it the page is complete.
 """
 
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #f9f9f7; --card: #ffffff; --line: #e2e1dc; --grid: #eceae5;
-  --ink: #1a1a19; --soft: #5f5e5a; --warn: #8a4b00;
-  --c1: #2a78d6; --c2: #e0562a; --c3: #1a9e6e; --c4: #d99100; --c5: #c65a8c; --c6: #8a8f98;
-  --c7: #7a5cc4; --c8: #3aa8b8;
-  --l1: #b7d3f6; --l2: #86b6ef; --l3: #3987e5; --l4: #184f95;
-  --h0: #eeede8; --h1: #f5c3bd; --h2: #ec9087; --h3: #d94a44; --h4: #96221f;
-  --on-pale: #1a1a19; --on-strong: #ffffff;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #141413; --card: #1d1d1b; --line: #3a3935; --grid: #2c2b28;
-    --ink: #f2f1ec; --soft: #a9a8a1; --warn: #f0b357;
-    --c1: #4b93ea; --c2: #e8693f; --c3: #22b07d; --c4: #d99a1a; --c5: #dd7aa6; --c6: #9aa0aa;
-    --c7: #9a80dc; --c8: #4fc0cf;
-    --l1: #20406a; --l2: #28609f; --l3: #4b93ea; --l4: #9cc7f7;
-    --h0: #383733; --h1: #5f302d; --h2: #97423d; --h3: #e3645e; --h4: #f7b3ae;
-    --on-pale: #f2f1ec; --on-strong: #141413;
-  }
-}
+# Colours by name, for light and dark screens.
+LIGHT = {
+    "page": "#f9f9f7", "card": "#ffffff", "line": "#e2e1dc", "grid": "#eceae5", "ink": "#1a1a19", "soft": "#5f5e5a",
+    "warn": "#8a4b00", "c1": "#2a78d6", "c2": "#e0562a", "c3": "#1a9e6e", "c4": "#d99100", "c5": "#c65a8c",
+    "c6": "#8a8f98", "c7": "#7a5cc4", "c8": "#3aa8b8", "l1": "#b7d3f6", "l2": "#86b6ef", "l3": "#3987e5",
+    "l4": "#184f95", "h0": "#eeede8", "h1": "#f5c3bd", "h2": "#ec9087", "h3": "#d94a44", "h4": "#96221f",
+    "on-pale": "#1a1a19", "on-strong": "#ffffff",
+}  # fmt: skip
+DARK = {
+    "page": "#141413", "card": "#1d1d1b", "line": "#3a3935", "grid": "#2c2b28", "ink": "#f2f1ec", "soft": "#a9a8a1",
+    "warn": "#f0b357", "c1": "#4b93ea", "c2": "#e8693f", "c3": "#22b07d", "c4": "#d99a1a", "c5": "#dd7aa6",
+    "c6": "#9aa0aa", "c7": "#9a80dc", "c8": "#4fc0cf", "l1": "#20406a", "l2": "#28609f", "l3": "#4b93ea",
+    "l4": "#9cc7f7", "h0": "#383733", "h1": "#5f302d", "h2": "#97423d", "h3": "#e3645e", "h4": "#f7b3ae",
+    "on-pale": "#f2f1ec", "on-strong": "#141413",
+}  # fmt: skip
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+STYLE = (
+    f":root {{ color-scheme: light dark; {_variables(LIGHT)} }}\n"
+    f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}"
+    """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 48px; }
@@ -117,6 +120,7 @@ summary { cursor: pointer; color: var(--soft); margin-bottom: 8px; }
   text.value { font-size: 14px; }
 }
 """
+)
 
 SCRIPT = """
 for (const svg of document.querySelectorAll("svg[data-values]")) {

@@ -8,7 +8,7 @@ import pytest
 from needs import needs_lab
 from small import ROOT, quick_environment
 
-from experiments import compare, rows_file
+from experiments import compare, grid_sheets, rows_file
 from fef.config import UserError
 
 GRID = {
@@ -46,8 +46,8 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
     assert {row["cell"]["tokens"] for row in rows} == {32} and {row["code"] for row in rows} == {
         rows_file.digest(compare.SOURCES)
     }
-    assert "bench_stack" in rows[0]["command"] and rows[0]["versions"]["jax"] and compare._is_least(rows[2])
-    assert done.stdout == compare.table(rows) + "\n"
+    assert "bench_stack" in rows[0]["command"] and rows[0]["versions"]["jax"] and grid_sheets.moved_least(rows[2])
+    assert done.stdout == grid_sheets.markdown(rows) + "\n"
 
     results.write_text(first + first[:40])  # interrupted while it wrote the next cell
     done = run()
@@ -78,24 +78,3 @@ def test_what_is_no_grid_is_refused(text, said, tmp_path):
         compare.load_grid(str(path))
     with pytest.raises(UserError, match="no such file"):
         compare.load_grid(str(tmp_path / "none.py"))
-
-
-def row(dispatcher, step_ms, **more):
-    cell = {"network": "leaves=1", "relay": "auto", "nic": 100, "tokens": 512, "us_per_token": 2.0, "steps": 2}
-    return {
-        "dispatcher": dispatcher, "step_ms": step_ms, "steps_ms": [900.0, step_ms, step_ms * 1.5], "floor_ms": 90.0,
-        "cell": cell, "hosts": 4, "commit": "c0ffee", "versions": {"jax": "1"},
-        "flags": {"workload": "balanced", "layers": 2, "experts": 8, "choices": 2},
-    } | more  # fmt: skip
-
-
-def test_the_table_says_where_fluid_loses():
-    moved = {"weights": 100, "gradients": 100, "tokens": 50, "metadata": 7, "missed": 100}
-    by_bytes = row(compare.BY_BYTES, 500.0, bytes_by_purpose=moved, least_bytes=250)
-    other = {"cell": row("", 0)["cell"] | {"tokens": 1024}}
-    rows = [row("pooled", 200.0), row("fluid", 210.0), by_bytes]
-    rows += [row("pooled", 400.0, **other), row("fluid", 300.0, **other), by_bytes | other | {"least_bytes": 251}]
-    lines = compare.table(rows).splitlines()
-    assert lines[4] == "| leaves=1 | auto | 100 | balanced | 512 | 90 | **200** | 210 | 500 | 1.05 | 1.50 | yes |"
-    assert lines[5] == "| leaves=1 | auto | 100 | balanced | 1,024 | 90 | 400 | **300** | 500 | 0.75 | 1.50 | **no** |"
-    assert "median 0.90, worst 1.05, at most 1.05 in 2 of 2 cells" in lines[7]

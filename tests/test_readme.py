@@ -168,7 +168,8 @@ def check(words):
 
 WORDY = [importlib.import_module(f"experiments.{name}") for name in ("convert", "tables")]  # words come before flags
 PLAIN = WORDY + [
-    importlib.import_module(f"experiments.{name}") for name in ("bench_ffn", "bench_pool", "launch", "readme_tables")
+    importlib.import_module(f"experiments.{name}")
+    for name in ("bench_ffn", "bench_pool", "launch", "readme_tables", "traffic")
 ]
 
 

@@ -1,6 +1,7 @@
 """tables: measures by hand, the Markdown, one real run, and what is refused."""
 
 import pytest
+from result_rows import training_row
 from small import ROOT, SMALL
 
 from experiments import tables
@@ -30,16 +31,17 @@ def test_the_table_has_mean_and_deviation_over_seeds():
     sections = {"A": {"x": {"moe.router": "x"}, "y": {"moe.router": "y"}}, "B": {"x": {"moe.router": "x"}}}
     table = tables.Table({"train.steps": 8}, (0, 1), sections, {"y": "1.2, by others"})
     assert [run["moe.router"] + str(run["train.seed"]) for run in table.runs()] == ["x0", "y0", "x1", "y1"]
-    shared = {"steps": 8, "versions": {"jax": "1"}, "commit": "c0ffee"}
-    rows = [
-        {"settings": run, "heldout_loss": 2.0 + run["train.seed"], "max_vio": 0.5, "dropped_fraction": 0.25,
-         "dead_experts": 1.0, "gate_entropy": 2.5, **shared}
-        for run in table.runs() if run["moe.router"] == "x"
-    ]  # fmt: skip
+    rows = [training_row(run, 2.0 + run["train.seed"]) for run in table.runs() if run["moe.router"] == "x"]
     lines = tables.markdown(table, rows).splitlines()
     assert "| `x` | 2.500 ± 0.707 | 0.50 | 25.0% | 1.0 | 2.50 |  |" in lines
     assert "| `y` | – | – | – | – | – | 1.2, by others |" in lines
     assert "| `x` | 2.500 ± 0.707 | 0.50 | 25.0% | 1.0 | 2.50 |" in lines  # a section without published figures
+
+    sheet = tables.every_run(table, [rows[0], training_row(rows[1]["settings"], 3.0) | {"max_vio": None}])
+    assert [[cell.text for cell in line.cells][:5] for line in sheet.lines] == [
+        ["A", "x", "0", "2.000", "0.50"], ["A", "x", "1", "3.000", "–"],
+        ["B", "x", "0", "2.000", "0.50"], ["B", "x", "1", "3.000", "–"],
+    ]  # fmt: skip
 
 
 def test_a_run_gives_a_row():

@@ -1,0 +1,52 @@
+"""bounds: numbers by hand."""
+
+import json
+
+import pytest
+from small import ROOT
+
+from experiments import bounds
+
+
+def row(**changes):
+    """Two members with 8 tokens of 2 choices, 4 experts: 16 rows a member, of which 8 cross under balanced routing."""
+    fields = {"tokens": 8, "layer_s": 0.05, "step_ms": 400.0, "bytes": 2500}
+    setting = {
+        "members": 2, "layers": 2, "experts": 4, "choices": 2, "d_model": 16, "nic": 0.1, "workload": "balanced"
+    }  # fmt: skip
+    return fields | {"flags": setting | {key: changes.pop(key) for key in list(changes) if key in setting}} | changes
+
+
+def test_utilisation_is_compute_by_step():
+    assert bounds.compute_ms(row()) == pytest.approx(2 * 50)
+    assert bounds.utilisation(row()) == pytest.approx(0.25)
+
+
+def test_only_real_rows_count():
+    # Half of the experts gets no token and every second member has none: 16 of 32 places are real.
+    assert bounds.compute_ms(row(workload="zero_load")) == pytest.approx(50)
+    assert bounds.utilisation(row(workload="zero_load")) == pytest.approx(0.125)
+
+
+def test_the_floor_is_the_larger_of_compute_and_the_fewest_bytes():
+    assert bounds.wire_ms(row()) == pytest.approx(2500 * 8 / 100)  # 0.1 Mbit/s are 100 bits a millisecond
+    assert bounds.floor_ms([row(bytes=5000), row()]) == pytest.approx(200)
+    assert bounds.floor_ms([row(bytes=5000), row(bytes=10)]) == pytest.approx(100)
+
+
+def test_an_overlapped_all_to_all_is_held_by_its_rows_on_the_link():
+    # Each way 8 rows come to a member and 8 results come back, forward and backward, of 64 bytes, in 2 layers.
+    assert bounds.overlapped_ms(row()) == pytest.approx((8 + 8) * 2 * 64 * 2 * 8 / 100)
+
+
+def test_an_overlapped_all_to_all_is_held_by_its_busiest_member():
+    # All 16 real rows come from member 0 and meet experts 0 and 1, at home there: nothing crosses, one member computes.
+    assert bounds.overlapped_ms(row(workload="zero_load")) == pytest.approx(100)
+
+
+def test_the_bound_is_what_an_unpadded_exchange_has_moved():
+    """Under balanced routing all_to_all pads nothing; of its bytes only the counts are left out."""
+    rows = [json.loads(line) for line in (ROOT / "results/baselines.jsonl").read_text().splitlines()]
+    measured = next(r for r in rows if r["dispatcher"] == "all_to_all" and r["flags"]["workload"] == "balanced")
+    exchange = dict(measured, layer_s=0.0)
+    assert bounds.overlapped_ms(exchange) == pytest.approx(bounds.wire_ms(measured), rel=1e-4)

@@ -1,0 +1,60 @@
+"""grid_sheets: rows made by hand give the lines worked out by hand."""
+
+from result_rows import grid_row
+
+from experiments import grid_sheets
+
+MOVED = {"weights": 100, "gradients": 100, "tokens": 50, "metadata": 7, "missed": 100}
+BY_BYTES = {"dispatcher": grid_sheets.BY_BYTES, "step_ms": 500.0, "bytes_by_purpose": MOVED, "least_bytes": 250}
+
+
+def grid():
+    rows = [grid_row("pooled", 200.0), grid_row("fluid", 210.0), grid_row(**BY_BYTES)]
+    rows += [grid_row("pooled", 400.0, 1024), grid_row("fluid", 300.0, 1024)]
+    return [*rows, grid_row(**BY_BYTES | {"least_bytes": 251}, tokens=1024)]
+
+
+def test_the_table_says_where_fluid_loses():
+    lines = grid_sheets.markdown(grid()).splitlines()
+    assert lines[0].startswith("4 hosts with one member each, L=2, E=8, K=2,") and "commit c0ffee" in lines[0]
+    assert lines[2:4] == [
+        "| network | relay | Mbit/s | routing | T | floor | overlapped | `pooled` | `fluid` | `fluid:cost=bytes` "
+        "| ratio | spread | least |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    same = "| leaves=1 | auto | 100 | balanced |"
+    assert lines[4] == f"{same} 512 | 90 | 503 | **200** | 210 | 500 | 1.05 | 1.50 | yes |"
+    assert lines[5] == f"{same} 1,024 | 90 | 1,007 | 400 | **300** | 500 | 0.75 | 1.50 | **no** |"
+    assert "median 0.90, worst 1.05, at most 1.05 in 2 of 2 cells" in lines[7]
+
+
+def test_every_row_stands_beside_what_it_is_held_against():
+    lines = grid_sheets.every_row(grid()).markdown().splitlines()
+    assert lines[0].endswith("| dispatcher | step ms | utilisation | floor ms | step / floor | overlapped ms "
+                             "| wait ms | MB |")  # fmt: skip
+    assert lines[2] == "| leaves=1 | auto | 100 | balanced | 512 | `pooled` | 200 | 45.0% | 90 | 2.22 | 503 | – | 1.0 |"
+
+
+def test_the_fewest_bytes_of_a_cell_are_the_floor_of_all_its_rows():
+    rows = [grid_row("pooled", 200.0, bytes=2_000_000), grid_row("fluid", 210.0, bytes=1_500_000)]
+    assert [line.cells[8].text for line in grid_sheets.every_row(rows).lines] == ["120", "120"]  # 12 Mbit by 100 Mbit/s
+
+
+def test_what_a_row_lacks_is_a_dash():
+    bare = {key: value for key, value in grid_row("fluid", 210.0).items() if key not in ("steps_ms", "when", "machine")}
+    bare["cell"] = {key: value for key, value in bare["cell"].items() if key != "relay"}
+    (line,) = grid_sheets.summary([bare]).lines
+    assert [cell.text for cell in line.cells] == [
+        "leaves=1", "–", "100", "balanced", "512", "90", "503", "210", "–", "–", "–"
+    ]  # fmt: skip
+    assert grid_sheets.every_row([bare | {"wait_ms": 12.0}]).lines[0].cells[11].text == "12"
+
+
+def test_csv_has_unrounded_values_and_where_they_come_from():
+    first, second, *_ = grid_sheets.every_row([grid_row("fluid", 210.123, xla_flags="--a --b")]).csv().splitlines()
+    assert first.endswith(",MB,command,commit,code,versions,when,machine")
+    assert second.startswith("leaves=1,auto,100,balanced,512,fluid,210.123,")
+    assert second.endswith(
+        "XLA_FLAGS='--a --b' python -m experiments.launch --T=512,c0ffee,0123456789abcdef,jax==1,"
+        "2026-01-02T03:04:05+00:00,an abacus"
+    )
