@@ -30,6 +30,7 @@ READING_ORDER = (
     "fef/train.py",
     "fef/step.py",
     "fef/model.py",
+    "fef/layers.py",
     "fef/moe.py",
     "fef/ffn.py",
     "fef/routing/__init__.py",

@@ -95,13 +95,17 @@ def export_checkpoint(
       the files written.
 
     Raises:
-      UserError: the family has no place for something in the configuration; each key is named.
+      UserError: the family has no place for something in the configuration (each key is named), or the tokenizer of
+        the configuration is gone.
     """
     if target.exists():
         raise UserError(f"{target}: is there already; name a folder that is not, nothing is overwritten")
     said = fields_of(family, config)
     parts = family.parts(config)
     item = DTYPES[dtype]
+    tokenizer = config.data.tokenizer
+    if tokenizer and not pathlib.Path(tokenizer).is_file():
+        raise UserError(f"config.data.tokenizer={tokenizer!r}: no such file any more; the checkpoint would lack it")
     names = {leaf for part in parts for leaf in part.leaves}
     if names != set(arrays):
         raise UserError(f"the model's arrays are not those of {family.model_type}: {sorted(names ^ set(arrays))[:8]}")
@@ -116,7 +120,9 @@ def export_checkpoint(
     target.mkdir(parents=True)
     files = write_tensors(target, tensors(), num_bytes, shard_bytes)
     (target / "config.json").write_text(json.dumps(said | {"dtype": dtype}, indent=2) + "\n")
-    return [*files, "config.json"]
+    if tokenizer:
+        shutil.copyfile(tokenizer, target / TOKENIZER)
+    return [*files, "config.json", *([TOKENIZER] if tokenizer else [])]
 
 
 def model_arrays(checkpointer: Checkpointer, step: int, config: Config) -> dict[str, np.ndarray]:
@@ -174,6 +180,7 @@ def _function(config: Config) -> dict[str, Any]:
     model, scope = config.model, scopes(config)
     unused = ["model.head_dim", "model.num_kv_heads"] if model.mla.kv_rank else ["model.mla."]
     unused += ["model.yarn."] if model.yarn.factor == 1 else []
+    unused += [] if model.encoder.layers else ["model.encoder.buckets", "model.encoder.max_distance"]
     unused += [] if model.attention.window else ["model.attention.window_every"]
     unused += ["model.d_ff"] if all(moe_layers(config)) else []
     of_the_model = ("model.", "moe.", f"routing.{config.moe.router}.")

@@ -30,9 +30,11 @@ def read_llama(fields: Fields, *, scores_scaled: bool = False) -> dict[str, Any]
 
 def write_llama(config: Config) -> dict[str, Any]:
     """The inverse of `read_llama`."""
-    values = flatten(config)
-    same_names = {name: values[key] for name, key in _LLAMA.items()}
-    return same_names | {"hidden_act": "silu", "rope_parameters": write_rope(config.model)}
+    values, yarn = flatten(config), config.model.yarn
+    fields = {name: values[key] for name, key in _LLAMA.items()}
+    if yarn.factor > 1:
+        fields["max_position_embeddings"] = round(yarn.factor * yarn.original_len)
+    return fields | {"hidden_act": "silu", "rope_parameters": write_rope(config.model)}
 
 
 def read_softmax_gate(fields: Fields, renormalise: bool) -> dict[str, Any]:

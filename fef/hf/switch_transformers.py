@@ -16,11 +16,22 @@ from fef.hf.fields import Fields
 from fef.hf.parts import gate, linear, matrices_of_experts, places_of_experts, same
 from fef.layers import layer_kinds
 
-_BESIDE = (  # of training with dropout, and what transformers makes of other fields
+_BESIDE = (  # of training with dropout, of generation, and what transformers makes of other fields
     "dropout_rate", "classifier_dropout", "encoder_sparse_step", "decoder_sparse_step", "is_decoder",
-    "add_cross_attention", "feed_forward_proj", "is_gated_act", "num_sparse_encoder_layers",
-    "num_sparse_decoder_layers",
+    "add_cross_attention", "n_positions", "output_past", "task_specific_params",
 )  # fmt: skip
+_FIXED = {
+    "dense_act_fn": "relu",
+    "feed_forward_proj": "relu",
+    "is_gated_act": False,
+    "router_bias": False,
+    "router_dtype": "float32",
+    "router_ignore_padding_tokens": False,
+    "router_type": "tokens_masked",
+    "num_selected_experts": 1,
+    "batch_prioritized_routing": False,
+    "add_router_probs": False,
+}
 
 
 @FAMILIES.register("switch_transformers")
@@ -32,11 +43,10 @@ class SwitchTransformers:
     router = "switch"
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        fields.expect("dense_act_fn", "relu")
-        fields.expect("router_bias", False)
-        fields.expect("router_dtype", "float32")
-        fields.expect("router_ignore_padding_tokens", False)
-        fields.expect("add_router_probs", False)
+        for name, value in _FIXED.items():
+            fields.expect(name, value)
+        for name in _BESIDE:
+            fields.get(name, default=None)
         num_heads = fields.need("num_heads")
         return {
             "model.vocab_size": fields.need("vocab_size"),
@@ -48,7 +58,9 @@ class SwitchTransformers:
             "model.d_ff": fields.need("d_ff"),
             "model.ffn": "relu",
             "model.norm_eps": float(fields.need("layer_norm_epsilon")),
-            "model.tie_embeddings": fields.need("tie_word_embeddings"),
+            "model.tie_embeddings": fields.get(
+                "tie_word_embeddings", default=True
+            ),  # which transformers need not write
             "model.encoder.layers": fields.need("num_layers"),
             "model.encoder.buckets": fields.need("relative_attention_num_buckets"),
             "model.encoder.max_distance": fields.get("relative_attention_max_distance", default=128),
@@ -66,8 +78,6 @@ class SwitchTransformers:
 
     def _places(self, fields: Fields) -> dict[str, int]:
         """transformers: every n-th layer, n = layers / sparse layers, starting with the second."""
-        for name in _BESIDE:
-            fields.get(name, default=None)
         sizes = [
             (fields.need("num_layers"), fields.need("num_sparse_encoder_layers")),
             (fields.need("num_decoder_layers"), fields.need("num_sparse_decoder_layers")),

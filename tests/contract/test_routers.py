@@ -15,6 +15,7 @@ from fef.routing.top_k import TopK
 from fef.routing.top_p import TopP
 from fef.sharding import AXES, REPLICATED, TOKENS, island, make_mesh
 from fef.testing import check_router
+from fef.testing.traces import ARRAYS, Trace, TraceHeader, TraceWriter, replay_assignment
 
 scan("fef.routing")
 
@@ -88,3 +89,42 @@ def test_members_of_a_mesh_add_up_to_one_member(name):
 
     results = [jax.jit(jax.value_and_grad(f, has_aux=True))(params) for f in (over_members, in_one)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_its_assignments_are_recorded_and_replayed(tmp_path, name):
+    """Through a file, by one member and by two: what was recorded is carried out, whatever the live gate would do."""
+    router, batch, seq_len = REGISTERED[name], 4, 6
+    mask_BS = np.arange(seq_len) < np.array([[6], [6], [3], [0]])
+    params = router.init(jax.random.key(0), 5)
+
+    @jax.jit
+    def routed(x_BSD, mask_BS, ids_BS, key):
+        ctx = RouterContext(
+            mask_BS, ids_BS, jnp.int32(0), jnp.int32(0), key, True, router.init_state(), lambda tree: tree
+        )
+        return router(params, x_BSD, ctx)[0]
+
+    def route(seed, rows):
+        random = np.random.default_rng(seed)
+        x_BSD = random.normal(size=(batch, seq_len, 5)).astype(np.float32)
+        ids_BS = random.integers(0, 99, (batch, seq_len)).astype(np.int32)
+        return routed(x_BSD[rows], mask_BS[rows], ids_BS[rows], jax.random.key(seed))
+
+    recorded = route(1, slice(None))
+    header = TraceHeader(name, 1, batch, seq_len, router.num_experts, router.num_choices)
+    with TraceWriter(tmp_path / "trace.npz", header) as writer:
+        writer.append(0, {key: np.asarray(getattr(recorded, key))[None] for key in ARRAYS})
+    arrays = {key: array[0] for key, array in Trace(tmp_path / "trace.npz", header, range(1)).step(0).items()}
+    half = recorded.token_N.size // 2
+    whole, first, second = (slice(None),) * 2, (slice(0, 2), slice(0, half)), (slice(2, 4), slice(half, None))
+    for rows, places in (whole, first, second):
+        cut = {key: array[places] for key, array in arrays.items()}
+        for seed in (1, 2):
+            replayed = replay_assignment(route(seed, rows), cut, jnp.asarray(mask_BS[rows]))
+            np.testing.assert_array_equal(replayed.expert_N, recorded.expert_N[places])
+            np.testing.assert_array_equal(replayed.valid_N, recorded.valid_N[places])
+            np.testing.assert_array_equal(replayed.token_N % seq_len, recorded.token_N[places] % seq_len)
+            assert (replayed.metrics["kept_E"] <= replayed.metrics["load_E"]).all()
+            if seed == 1 and rows == slice(None):
+                np.testing.assert_allclose(replayed.weight_N, recorded.weight_N, rtol=1e-6)

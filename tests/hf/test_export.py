@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -115,6 +116,20 @@ def test_a_run_goes_out_and_comes_back_and_trains_on(tmp_path, scan_layers):
         small_config(settings | {"train.steps": 1, "optim.learning_rate": 1e-30}), str(tmp_path / "drawn")
     )
     assert abs(drawn["heldout_loss"] - summary["heldout_loss"]) > 0.01
+
+
+def test_the_tokenizer_goes_along(tmp_path):
+    source = shutil.copytree(GOLDEN / "mixtral", tmp_path / "hf")
+    (source / "tokenizer.json").write_text('{"any": "file"}')
+    program.main(["convert", "import", str(source), str(tmp_path / "in")])
+    config = flags.load_config(str(tmp_path / "in/config.py"))
+    assert config.data.tokenizer == str(tmp_path / "in/tokenizer.json")
+    program.main(["convert", "export", str(tmp_path / "in"), str(tmp_path / "out"), "--family=mixtral"])
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"any": "file"}'
+    (tmp_path / "in/tokenizer.json").unlink()
+    with pytest.raises(UserError, match="config.data.tokenizer=.*no such file any more"):
+        program.main(["convert", "export", str(tmp_path / "in"), str(tmp_path / "again"), "--family=mixtral"])
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("source, words", [("nowhere", "no such folder"), ("", "holds no complete checkpoint")])

@@ -110,6 +110,8 @@ def test_half_precision_becomes_float32(tmp_path):
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: fef has dense layers at the start"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"topk_group": 9}, "topk_groups=9: must be <= n_groups=4"),
+        ("switch_transformers", {"router_type": "experts"}, "router_type='experts': fef has 'tokens_masked' only"),
+        ("switch_transformers", {"num_sparse_decoder_layers": 2}, r"layers, sparse layers=\[\(4, 2\), \(2, 2\)\]"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types="),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
@@ -145,6 +147,39 @@ def test_layers_for_further_tokens_are_left_out(tmp_path):
         else:
             with pytest.raises(UserError, match="1 unexpected: model.layers.9"):
                 convert.read(folder)
+
+
+PUBLISHED = {
+    "mixtral": {"rope_theta": 1e6, "router_aux_loss_coef": 0.02, "max_position_embeddings": 32768},
+    "olmoe": {"rope_scaling": None, "rope_theta": 1e4, "pad_token_id": 1},
+    "qwen3_moe": {"rope_scaling": None, "rope_theta": 1e6, "max_window_layers": 48, "use_sliding_window": False},
+    "deepseek_v3": {
+        "rope_theta": 10000, "auto_map": {"AutoModel": "any"}, "ep_size": 1, "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "gpt_oss": {
+        "rope_theta": 150000, "experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "switch_transformers": {
+        "batch_prioritized_routing": False, "feed_forward_proj": "relu", "is_gated_act": False, "output_past": True,
+        "num_selected_experts": 1, "router_type": "tokens_masked", "tie_word_embeddings": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_fields_of_published_checkpoints_are_known(tmp_path, family):
+    """The keys that the families' own repositories have beside or instead of those of the golden files."""
+    fields = PUBLISHED[family] | ({} if family == "switch_transformers" else {"rope_parameters": None})
+    convert.read(edited(tmp_path, GOLDEN / family, torch_dtype="bfloat16", transformers_version="4.55.0", **fields))
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x01", b"\xff" * 64, b"\x10" + b"\0" * 7 + b"{'a': 1        }"])
