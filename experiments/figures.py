@@ -223,7 +223,11 @@ def files(panels: Sequence[Panel]) -> dict[str, bytes]:
 
 
 def _height(panel: Panel) -> float:
-    return max(HEIGHT_IN, 0.9 + 0.28 * len(panel.places)) if panel.kind == "dots" else HEIGHT_IN
+    """Lines for names take what they need."""
+    bars = sum(not series.line for series in panel.series) if panel.kind == "bars" else 1
+    letters = max(str(place).count("\n") for place in panel.places) + 1
+    needed = 0.9 + len(panel.places) * max(0.2 * letters + 0.08, 0.15 * bars + 0.05)
+    return HEIGHT_IN if panel.kind == "lines" else max(HEIGHT_IN, needed)
 
 
 def _save(figure: Any, suffix: str, transparent: bool = False) -> bytes:
@@ -256,22 +260,21 @@ def _draw_lines(axes: "Axes", panel: Panel) -> None:
 
 
 def _draw_bars(axes: "Axes", panel: Panel) -> None:
+    """Lying, for names are long."""
     measured = [series for series in panel.series if not series.line]
-    width = 0.8 / len(measured)
+    width = 0.84 / len(measured)
     for index, series in enumerate(measured):
-        left = [place - 0.4 + index * width for place in range(len(panel.places))]
-        axes.bar(left, series.y, width * 0.92, align="edge", color=LIGHT[series.colour], label=series.name)
+        above = [place - 0.42 + index * width for place in range(len(panel.places))]
+        axes.barh(above, series.y, width * 0.92, align="edge", color=LIGHT[series.colour], label=series.name)
     for series in panel.series:
         if series.line:
             for place, y in enumerate(series.y):
                 label = series.name if not place else None
-                axes.plot(
-                    [place - 0.45, place + 0.45], [y, y], color=LIGHT[series.colour], linestyle=series.line, label=label
-                )
-    axes.set_xticks(range(len(panel.places)), panel.places, fontsize=LETTERS - 2)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(axis="y")
-    axes.set_ylabel(panel.label)
+                ends = [place - 0.46, place + 0.46]
+                axes.plot([y, y], ends, color=LIGHT[series.colour], linestyle=series.line, label=label)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="x", nbins=5)
+    _name_places(axes, panel)
 
 
 def _draw_dots(axes: "Axes", panel: Panel) -> None:
@@ -280,7 +283,11 @@ def _draw_dots(axes: "Axes", panel: Panel) -> None:
             at = [place] * len(values)
             label = series.name if not place else None
             axes.plot(values, at, series.mark, color=LIGHT[series.colour], markersize=5, alpha=0.7, label=label)
+    _name_places(axes, panel)
+
+
+def _name_places(axes: "Axes", panel: Panel) -> None:
     axes.set_yticks(range(len(panel.places)), panel.places)
-    axes.invert_yaxis()  # the first variant above
+    axes.invert_yaxis()  # the first one above
     axes.grid(axis="x")
     axes.set_xlabel(panel.label)

@@ -38,8 +38,8 @@ def page(parts: Sequence[Part]) -> str:
     """The whole file."""
     links = "".join(f'<li><a href="#{part.name}">{part.name}</a> {escape(part.question)}</li>' for part in parts)
     body = (
-        '<h1>Results</h1><p class="soft">A click on a head sorts by it, another one turns the order. The arrow at the '
-        "end of a line shows the command that measured it, and on what.</p>"
+        '<h1>Results</h1><p class="soft">A click on a head sorts by it, another one turns the order. The arrow before '
+        "a line shows the command that measured it, and on what.</p>"
         f'<ul class="contents">{links}</ul>{"".join(map(_part, parts))}'
     )
     return (
@@ -114,7 +114,7 @@ def _line(line: Line, heads: Sequence[Head], shown: Sequence[int]) -> str:
     open_button = '<td><button type="button" class="open" aria-expanded="true" aria-label="Where from"></button></td>'
     said = provenance(line.rows)
     commands = "".join(
-        f'<div class="command"><pre>{escape(text)}</pre><button type="button" class="copy">copy</button></div>'
+        f'<div class="command"><pre>{_words(text)}</pre><button type="button" class="copy">copy</button></div>'
         for text in said.pop("command")
     )
     names = {"code": "digest of the sources", "when": "measured"}
@@ -127,6 +127,11 @@ def _line(line: Line, heads: Sequence[Head], shown: Sequence[int]) -> str:
         f"<tbody><tr>{open_button}{cells}</tr>"
         f'<tr class="from"><td colspan="{len(shown) + 1}"><div>{commands}<dl>{texts}</dl></div></td></tr></tbody>'
     )
+
+
+def _words(command: str) -> str:
+    """A command that goes on in the next line between its words only, not behind the hyphens of a flag."""
+    return " ".join(f"<span>{escape(word)}</span>" for word in command.split(" "))
 
 
 def _cell(cell: Cell, is_number: bool) -> str:
@@ -157,15 +162,20 @@ svg text { font-size: inherit; }
 .sortable th { padding: 0; white-space: nowrap; }
 .sortable tbody:last-child td { border-bottom: 0; }
 .sortable tr:last-child td { border-bottom: 1px solid var(--line); }
-.sortable td:nth-child(n) { overflow-wrap: normal; }
+.sortable td:nth-child(n) { overflow-wrap: normal; white-space: nowrap; }
+.sortable td code { white-space: normal; }
+.sortable .from > td:nth-child(n) { white-space: normal; }
 th button { font: inherit; color: inherit; background: none; border: 0; cursor: pointer; padding: 8px 12px;
   width: 100%; min-height: 40px; text-align: inherit; max-width: 190px; white-space: normal; }
 th button:hover, .open:hover { color: var(--ink); }
-th[aria-sort=ascending] button::after { content: " \\25B2"; }
-th[aria-sort=descending] button::after { content: " \\25BC"; }
+th[aria-sort=ascending] button::after { content: "\\A0\\25B2"; }
+th[aria-sort=descending] button::after { content: "\\A0\\25BC"; }
 button:focus-visible, .table:focus-visible, summary:focus-visible {
   outline: 2px solid var(--c1); outline-offset: -2px; }
-.open { font: inherit; color: var(--soft); background: none; border: 0; cursor: pointer; padding: 2px 10px; }
+.open { font: inherit; color: var(--soft); background: none; border: 0; cursor: pointer; padding: 2px 6px;
+  min-width: 28px; }
+.sortable td:first-child { padding: 3px 0 3px 4px; width: 32px; }
+.sortable th:first-child { width: 32px; }
 .open::before { content: "\\25BE"; }
 .open[aria-expanded=false]::before { content: "\\25B8"; }
 .from > td { background: var(--page); padding: 0; }
@@ -174,6 +184,7 @@ button:focus-visible, .table:focus-visible, summary:focus-visible {
 pre { flex: 1; margin: 0; padding: 8px; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; background: var(--card); border: 1px solid var(--line); border-radius: 4px;
   user-select: all; }
+pre span { display: inline-block; max-width: 100%; word-break: break-all; }
 .copy { font: inherit; font-size: 13px; color: var(--ink); background: var(--card); border: 1px solid var(--line);
   border-radius: 4px; padding: 6px 10px; cursor: pointer; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px; margin: 0; font-size: 13px; }
@@ -193,12 +204,12 @@ a { color: var(--c1); }
 _SCRIPT = """
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells].filter(head => head.querySelector("button"));
-  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+  heads.forEach(head => head.querySelector("button").addEventListener("click", () => {
     const sign = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
     heads.forEach(other => other.setAttribute("aria-sort", "none"));
     head.setAttribute("aria-sort", sign === 1 ? "ascending" : "descending");
     const isNumber = head.classList.contains("number");
-    const lines = [...table.tBodies].map(line => [line.rows[0].cells[column].dataset.value, line]);
+    const lines = [...table.tBodies].map(line => [line.rows[0].cells[head.cellIndex].dataset.value, line]);
     lines.sort(([a], [b]) => {
       if (a === "" || b === "") return (a === "") - (b === "");  // what has no value stays behind
       return sign * (isNumber ? a - b : a.localeCompare(b, "en", {numeric: true}));

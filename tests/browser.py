@@ -34,9 +34,9 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         reads, self._write = os.pipe()
         self._read, writes = os.pipe()
-        # A shell puts the pipes where the browser looks for them.
+        # A shell puts the pipes where the browser looks for them. (sh knows no descriptors of two digits.)
         command = [
-            "sh", "-c", f'exec "$0" "$@" 3<&{reads} 4>&{writes}', find(), "--headless=new", "--remote-debugging-pipe",
+            "bash", "-c", f'exec "$0" "$@" 3<&{reads} 4>&{writes}', find(), "--headless=new", "--remote-debugging-pipe",
             "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={self._folder.name}",
         ]  # fmt: skip
         self._process = subprocess.Popen(
@@ -44,10 +44,14 @@ class Browser:
         )
         os.close(reads)
         os.close(writes)
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        try:
+            target = self.call("Target.createTarget", url="about:blank")["targetId"]
+            self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log"):
+                self.call(f"{domain}.enable")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):

@@ -169,7 +169,7 @@ def check(words):
 WORDY = [importlib.import_module(f"experiments.{name}") for name in ("convert", "tables")]  # words come before flags
 PLAIN = WORDY + [
     importlib.import_module(f"experiments.{name}")
-    for name in ("bench_ffn", "bench_pool", "launch", "readme_tables", "traffic")
+    for name in ("bench_ffn", "bench_pool", "launch", "readme_tables", "render", "traffic")
 ]
 
 

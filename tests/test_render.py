@@ -1,0 +1,188 @@
+"""render: rows made by hand give the files worked out by hand; what cannot be read is named, and nothing written."""
+
+import csv
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+from result_rows import grid_row, training_row, write
+from small import ROOT
+
+from experiments import figures, render, tables
+from fef.config import UserError
+
+
+def grid():
+    return [
+        grid_row(name, ms * tokens / 512, tokens)
+        for tokens in (512, 1024)
+        for name, ms in (("pooled", 200.0), ("fluid", 210.0))
+    ]
+
+
+@pytest.fixture
+def results(tmp_path):
+    write(tmp_path / "mine.jsonl", grid())
+    return tmp_path
+
+
+def test_the_program_writes_all_files(results):
+    output = results / "new" / "folder"
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.render", f"--results={results}", f"--output={output}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{output / 'results.html'} and 4 files beside it\n"
+    written = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert set(written) == {"results.html", "mine.md", "mine.csv", "mine.svg", "mine.png"}
+    assert written["mine.png"].startswith(b"\x89PNG") and [
+        path.name for path in results.iterdir() if path.is_file()
+    ] == ["mine.jsonl"]
+    assert xml.etree.ElementTree.fromstring(written["mine.svg"]).tag.endswith("svg")
+    assert render.render(results) == written  # equal rows, equal files
+
+
+def test_markdown_has_tables_figure_and_commands(results):
+    text = render.render(results)["mine.md"].decode()
+    assert text.startswith("# mine\n\n4 hosts with one member each") and "](mine.svg)" in text
+    assert "\n| leaves=1 | auto | 100 | balanced | 512 | 90 | 503 | **200** | 210 | 1.05 | 1.50 | – |\n" in text
+    assert (
+        "\n| leaves=1 | auto | 100 | balanced | 1,024 | `fluid` | 420 | 21.4% | 90 | 4.67 | 1,007 | – | 1.0 |\n" in text
+    )
+    assert text.endswith(
+        "## Commands\n\n```sh\npython -m experiments.launch --T=512\npython -m experiments.launch --T=1024\n```\n"
+    )
+
+
+def test_csv_has_a_line_for_each_row(results):
+    lines = list(csv.DictReader(io.StringIO(render.render(results)["mine.csv"].decode())))
+    assert [(line["T"], line["dispatcher"], line["step ms"]) for line in lines] == [
+        ("512", "pooled", "200.0"), ("512", "fluid", "210.0"), ("1024", "pooled", "400.0"), ("1024", "fluid", "420.0")
+    ]  # fmt: skip
+    assert lines[0]["command"] == "python -m experiments.launch --T=512" and lines[0]["commit"] == "c0ffee"
+    assert float(lines[0]["utilisation"]) == pytest.approx(90 / 200) and lines[0]["wait ms"] == ""
+
+
+def test_the_page_has_each_rows_command_and_where_it_is_from(results):
+    page = render.render(results)["results.html"].decode()
+    lines = re.findall(r"<tbody>.*?</tbody>", page, re.S)
+    assert len(lines) == 2 + 4  # cells, rows
+    for line in lines:
+        shown = html.unescape(re.sub(r"<[^>]*>", "", line))
+        tokens = re.search(r'data-value="(512|1024)"', line)[1]
+        assert f"python -m experiments.launch --T={tokens}copy" in shown
+        for text in ("c0ffee", "0123456789abcdef", "jax==1", "2026-01-02T03:04:05+00:00", "an abacus"):
+            assert text in shown
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\((?!#)""", page)  # nothing from elsewhere
+    assert page.count("<svg") == 1 and "#2a78d6" in page.partition("</style>")[0]
+    assert "#2a78d6" not in page.partition("</style>")[2] and "var(--c1)" in page  # figures have the page's colours
+
+
+def test_text_of_rows_is_no_markup(results):
+    write(results / "mine.jsonl", [row | {"command": "x <script>alert(1)</script> & y"} for row in grid()])
+    page = render.render(results)["results.html"].decode()
+    assert page.count("<script>") == 1 and "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+def test_a_row_without_optional_fields(results):
+    rows = grid()
+    for name in ("steps_ms", "when", "machine"):
+        rows[0].pop(name)
+    rows[0]["cell"].pop("relay")
+    write(results / "mine.jsonl", rows[:1])
+    files = render.render(results)
+    assert "| leaves=1 | – | 100 | balanced | 512 | 90 | 503 | **200** | – | – | – |" in files["mine.md"].decode()
+    assert len(files) == 5
+
+
+def test_training_runs(tmp_path):
+    table = tables.load_table("routing")
+    rows = [training_row(run, 2.0 + run["train.seed"] / 10) for run in table.runs() if run["moe.router"] == "hash"]
+    write(tmp_path / "routing.jsonl", rows)
+    files = render.render(tmp_path)
+    text = files["routing.md"].decode()
+    assert "# routing\n\nWhich routing scheme learns best" in text
+    assert "| `hash` | 2.100 ± 0.100 | 0.50 | 25.0% | 1.0 | 2.50 |" in text and "| `top_k` | – |" in text
+    lines = list(csv.DictReader(io.StringIO(files["routing.csv"].decode())))
+    assert [(line["variant"], line["seed"], line["held-out loss"]) for line in lines] == [
+        ("hash", "0", "2.0"), ("hash", "1", "2.1"), ("hash", "2", "2.2")
+    ]  # fmt: skip
+    assert b"held-out loss" in files["routing.svg"] and files["results.html"].count(b"<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nothing", "line 2: is no row of results; take it out"),
+        ('{"code": "0123', "line 2: is no row of results; take it out"),
+        ("[1]", "line 2: is no row of results; take it out"),
+        (
+            json.dumps(grid_row("fluid", 1.0) | {"step_ms": None}),
+            "line 2: has no step_ms; measure it again, or take the line out",
+        ),
+        (json.dumps(grid_row("fluid", 1.0) | {"flags": {}}), "line 2: has no flags.members; measure it again"),
+        (json.dumps(grid_row("fluid", 1.0, code="other")), "line 2: is of sources other, line 1 of 0123456789abcdef"),
+    ],
+)
+def test_a_broken_line_is_named_and_nothing_written(results, line, said):
+    path = results / "zz.jsonl"
+    write(path, grid()[:1])
+    path.write_text(path.read_text() + line + "\n")
+    output = results / "output"
+    with pytest.raises(UserError) as error:
+        render.main(["render", f"--results={results}", f"--output={output}"])
+    assert str(error.value).startswith(f"{path}, {said}") and "\n" not in str(error.value)
+    assert not output.exists()
+
+
+def test_bytes_that_are_no_text_are_named(results):
+    (results / "mine.jsonl").write_bytes(b'{"code": "\xff\xfe"}\n')
+    with pytest.raises(UserError, match="line 1: is no row of results"):
+        render.render(results)
+
+
+def test_a_folder_without_rows_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has no .*jsonl; experiments.compare and experiments.tables write them"):
+        render.render(tmp_path)
+    (tmp_path / "mine.jsonl").touch()
+    with pytest.raises(UserError, match="mine.jsonl: is empty; take it away"):
+        render.render(tmp_path)
+
+
+def test_all_rows_of_this_repository_are_shown(tmp_path):
+    names = [path.name for path in (ROOT / "results").glob("*.jsonl")]
+    for name in names:
+        shutil.copy(ROOT / "results" / name, tmp_path)
+    files = render.render(tmp_path)
+    assert len(names) >= 4 and len(files) == 1 + 4 * len(names)
+
+
+def test_a_dispatcher_has_its_colour_in_all_figures():
+    first = figures.of_grid([grid_row(name, 1.0) for name in ("mine", "pooled", "fluid:cost=bytes:room=8")])
+    second = figures.of_grid([grid_row(name, 1.0) for name in ("fluid:cost=bytes", "fluid", "other", "pooled")])
+    looks = [
+        {one.name: (one.colour, one.mark) for one in panels[0].series if not one.line} for panels in (first, second)
+    ]
+    assert looks[0]["pooled"] == looks[1]["pooled"]
+    assert looks[0]["fluid:cost=bytes:room=8"] == looks[1]["fluid:cost=bytes"]
+    assert all(len(set(look.values())) == len(look) for look in looks)
+
+
+def test_panels_over_tokens_share_their_scale():
+    def times_ten(row):
+        return dict(
+            row, cell=row["cell"] | {"nic": 10}, flags=row["flags"] | {"nic": 10.0}, step_ms=row["step_ms"] * 10
+        )
+
+    panels = figures.of_grid(grid() + [times_ten(row) for row in grid()])
+    assert [panel.title for panel in panels] == ["100 Mbit/s", "10 Mbit/s"]
+    assert [panel.places for panel in panels] == [[512, 1024]] * 2 and panels[0].span == panels[1].span
+    low, high = panels[0].span
+    assert low < 90 and high > 10_066  # the floor; an overlapped all_to_all at a tenth of the rate
