@@ -2,10 +2,9 @@
 
 Command:  python -m experiments.compare --config=configs/compare/headline.py
 Hardware: one machine, 2 cores or more, root for the lab; nothing else running.
-Time:     about an hour on 2 cores (by headline_quick, which takes a quarter of the time for a step); the longest step
-          takes 13 s on the flat network.
-Expected: native about 30 % utilisation, exact token rows less than half again as much, pooled and fluid over 92 % on the
-          flat network, whatever the routing; two leaves with 4:1 uplinks cost all of them, weights with the relay least.
+Time:     about an hour on 2 cores; the longest step takes 13 s on the flat network.
+Expected: native about 30 % utilisation, exact token rows less than half again as much; pooled and fluid over 92 % on
+          the flat network, whatever the routing. Uplinks of 4:1 cost all of them; with the relay weights lose least.
 """
 
 from typing import Any
