@@ -200,7 +200,7 @@ def test_numbers_are_those_of_the_results():
     assert parts == [
         ("output", "train_tiny"), ("table", "bench_dispatch"), ("grid", "envelope"), ("grid", "slow_link"),
         ("grid", "baselines"), ("grid", "leaves"), ("table", "bench_stack"), ("table", "bench_pool"),
-        ("lines", "reading_order"), ("table", "bench_ffn"),
+        ("lines", "reading_order"), ("runs", "routing"), ("table", "bench_ffn"),
     ]  # fmt: skip
     wanted = readme_tables.rewrite(README, kinds=("table", "grid", "runs", "output"))
     assert wanted == README, "run python -m experiments.readme_tables"
