@@ -42,7 +42,8 @@ class Grid:
       tokens: T, of a member.
       workloads: of fef.testing.workloads; all in each cell, for they share the compiled programs.
       dispatchers: as bench_stack takes them.
-      us_per_token: modelled device time of a layer for a token with its K choices, microseconds.
+      us_per_token: modelled device time of a layer for a token with its K choices, microseconds; a tuple has one for
+        each of `tokens`.
       relays: config.pool.relay.
       hosts: with one member each.
       experts, choices: E and K.
@@ -54,22 +55,34 @@ class Grid:
     tokens: tuple[int, ...]
     workloads: tuple[str, ...]
     dispatchers: tuple[str, ...]
-    us_per_token: float
+    us_per_token: float | tuple[float, ...]
     relays: tuple[str, ...] = ("auto",)
     hosts: int = 4
     experts: int = 8
     choices: int = 2
     steps: int = 5
 
+    def __post_init__(self) -> None:
+        if isinstance(self.us_per_token, tuple) and len(self.us_per_token) != len(self.tokens):
+            raise UserError(
+                f"us_per_token={self.us_per_token}: give one number, or one for each of tokens={self.tokens}"
+            )
+
     @property
     def cells(self) -> list[dict[str, Any]]:
-        """One dict for each combination."""
+        """One dict for each combination, with what it takes from no axis."""
+        given = self.us_per_token
+        us_T = given if isinstance(given, tuple) else (given,) * len(self.tokens)
+        us_of = dict(zip(self.tokens, us_T, strict=True))
         axes = {"network": self.networks, "relay": self.relays, "nic": self.nics, "tokens": self.tokens}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        cells: list[dict[str, Any]] = [
+            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+        ]
+        return [cell | {"us_per_token": us_of[cell["tokens"]]} for cell in cells]
 
     def command(self, cell: dict[str, Any]) -> list[str]:
         """What runs a cell; it wants --json=FILE at its end."""
-        seconds = cell["tokens"] * self.us_per_token * 1e-6
+        seconds = cell["tokens"] * cell["us_per_token"] * 1e-6
         return [
             "python", "-m", "experiments.launch", f"--hosts={self.hosts}",
             f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
@@ -162,7 +175,7 @@ def run_cell(
 
 def _shared(grid: Grid) -> dict[str, Any]:
     """What tells a cell from one of another grid."""
-    return {field: getattr(grid, field) for field in ("us_per_token", "hosts", "experts", "choices", "steps")} | {
+    return {field: getattr(grid, field) for field in ("hosts", "experts", "choices", "steps")} | {
         "dispatchers": list(grid.dispatchers), "workloads": list(grid.workloads)
     }  # fmt: skip
 
