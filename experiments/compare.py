@@ -29,6 +29,7 @@ from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
 SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh")
+CELL_TIMEOUT_S = 3600.0
 GRACE_S = 10.0
 
 
@@ -96,7 +97,7 @@ class Grid:
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("config", None, "the grid: a .py file with get_grid()", flag_values=values)
     flags.DEFINE_string("results", "", "the file of rows; empty: results/NAME.jsonl", flag_values=values)
-    flags.DEFINE_float("cell_timeout_s", 3600.0, "longest time of a cell", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("cell_timeout_s", CELL_TIMEOUT_S, "longest time of a cell", lower_bound=1, flag_values=values)
 
 
 def main(argv: list[str]) -> None:
@@ -106,6 +107,15 @@ def main(argv: list[str]) -> None:
     grid = load_grid(values.config)
     exit_on_sigterm()
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
+    print(grid_sheets.markdown(measure(grid, results, values.cell_timeout_s)))
+
+
+def measure(grid: Grid, results: pathlib.Path, cell_timeout_s: float) -> list[dict[str, Any]]:
+    """Runs the cells that a file of rows lacks, and returns all its rows.
+
+    Raises:
+      UserError: a cell failed or took too long, or the file has rows of other sources.
+    """
     code = rows_file.digest(SOURCES)
     rows = rows_file.read(results, code)
     done = [row["cell"] for row in rows]
@@ -116,11 +126,11 @@ def main(argv: list[str]) -> None:
     ):
         for cell in missing:
             bar.set_postfix_str(", ".join(f"{key}={value}" for key, value in cell.items()))
-            new = run_cell(grid, cell, code, pathlib.Path(folder), results.with_suffix(".log"), values.cell_timeout_s)
+            new = run_cell(grid, cell, code, pathlib.Path(folder), results.with_suffix(".log"), cell_timeout_s)
             rows_file.append(results, new)
             rows += new
             bar.update()
-    print(grid_sheets.markdown(rows))
+    return rows
 
 
 def load_grid(path: str) -> Grid:

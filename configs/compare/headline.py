@@ -27,3 +27,14 @@ def get_grid() -> dict[str, Any]:
             "fluid",
         ),
     }
+
+
+def get_quick() -> dict[str, Any]:
+    """Links and devices four times as fast, so the same ratios; 8 minutes, most of it compiling."""
+    return get_grid() | {
+        "networks": ("leaves=1",),
+        "nics": (400,),
+        "tokens": (4096,),
+        "workloads": ("balanced",),
+        "us_per_token": 116.0,
+    }

@@ -19,3 +19,12 @@ def get_grid() -> dict[str, Any]:
         "us_per_token": 463.0,
         "dispatchers": ("all_to_all", "all_to_all:form=shifted", "all_gather", "fluid:mode=tokens", "pooled", "fluid"),
     }
+
+
+def get_quick() -> dict[str, Any]:
+    """Links and devices four times as fast, so the same ratios; without all_to_all, 3 minutes."""
+    return get_grid() | {
+        "nics": (400,),
+        "us_per_token": 116.0,
+        "dispatchers": ("all_gather", "fluid:mode=tokens", "pooled", "fluid"),
+    }
