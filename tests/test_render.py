@@ -198,6 +198,19 @@ def test_limits_stand_beside_what_was_measured():
     assert all(f">{text}<" in svg for text in ("512", "1,024", "tokens of a member (T)", "200", "500"))
 
 
+def test_each_number_of_tokens_may_have_a_device_and_a_network_its_order():
+    def of(network, tokens, us):
+        row = grid_row("pooled", 400.0, tokens, layer_s=tokens * us * 1e-6)
+        return row | {"cell": row["cell"] | {"network": network, "us_per_token": us}}
+
+    networks = ("leaves=2,oversub=4", "leaves=2,oversub=4,order=alternating")
+    rows = [of(network, tokens, us) for network in networks for tokens, us in ((512, 400.0), (1024, 100.0))]
+    together, apart = figures.of_grid(rows)
+    assert apart.title == "100 Mbit/s, leaves=2, oversub=4, order=alternating" != together.title
+    (floor,) = (one.y for one in apart.series if one.name == "floor")
+    assert floor == pytest.approx([2 * 204.8, 2 * 102.4])  # two layers, as each cell's device takes
+
+
 def test_few_tokens_are_drawn_by_routing():
     hot = grid_row("pooled", 300.0) | {"flags": grid_row("", 1.0)["flags"] | {"workload": "hot_experts"}}
     (panel,) = figures.of_grid([*grid()[:2], hot])

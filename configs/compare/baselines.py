@@ -30,7 +30,7 @@ def get_grid() -> dict[str, Any]:
 
 
 def get_quick() -> dict[str, Any]:
-    """One routing, and one form of all_to_all; 3 minutes."""
+    """One routing, and one form of all_to_all; some minutes."""
     return get_grid() | {
         "workloads": ("balanced",),
         "dispatchers": ("all_to_all", "all_gather", "fluid:mode=tokens", "fluid"),

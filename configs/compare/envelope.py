@@ -21,7 +21,7 @@ def get_grid() -> dict[str, Any]:
 
 
 def get_quick() -> dict[str, Any]:
-    """One link and the ends of the tokens; 3 minutes."""
+    """One link and the ends of the tokens; some minutes."""
     return get_grid() | {
         "nics": (400,),
         "tokens": (256, 2048),

@@ -22,7 +22,7 @@ def get_grid() -> dict[str, Any]:
 
 
 def get_quick() -> dict[str, Any]:
-    """Links and devices four times as fast, so the same ratios; without all_to_all, 3 minutes."""
+    """Links and devices four times as fast, so the same ratios; without all_to_all, some minutes."""
     return get_grid() | {
         "nics": (400,),
         "us_per_token": 116.0,

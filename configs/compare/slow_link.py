@@ -21,7 +21,7 @@ def get_grid() -> dict[str, Any]:
 
 
 def get_quick() -> dict[str, Any]:
-    """Links and devices four times as fast, so the same ratios; 2 minutes."""
+    """Links and devices four times as fast, so the same ratios; some minutes."""
     return get_grid() | {
         "nics": (400,),
         "tokens": (512, 4096),

@@ -81,7 +81,7 @@ def get_table() -> dict[str, Any]:
 
 
 def get_quick() -> dict[str, Any]:
-    """One seed of the balance methods, a tenth of the steps; a minute."""
+    """One seed of the balance methods, a tenth of the steps; two minutes."""
     table = get_table()
     title = "Balance by an auxiliary loss or by a bias"
     steps = dict.fromkeys(("train.steps", "train.eval_every", "checkpoint.every"), 40)
