@@ -46,7 +46,7 @@ from fef.pool.ledger import WAITS, bytes_received, relays
 from fef.pool.pool import Pool
 from fef.routing import Assignment
 from fef.sharding import EXPERTS, REPLICATED, island, named
-from fef.testing.workloads import WORKLOADS, workload
+from fef.testing.workloads import WORKLOADS, is_workload, workload
 from fef.validation import validate
 
 WARM_UP_STEPS = 2
@@ -82,8 +82,8 @@ def main(argv: list[str]) -> None:
     values = parse_flags(argv, define, doc=__doc__ or "")
     cells = [_cell(text) for text in values.cells]
     for name in values.workloads:
-        if name not in WORKLOADS:
-            raise UserError(f"--workloads: {name!r}: there are {', '.join(WORKLOADS)}")
+        if not is_workload(name):
+            raise UserError(f"--workloads: {name!r}: there are {', '.join([*WORKLOADS, 'zipf:S'])}")
     jax.config.update("jax_platforms", "cpu")
     pool_config = PoolConfig(relay=values.relay)
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)

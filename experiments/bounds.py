@@ -10,11 +10,15 @@ for T*K rows at the rate of a large GEMM), `step_ms`, `bytes` (received by the b
     overlapped   all_to_all at its best: a row for each choice, without padding, all hidden under the compute of another
                  micro-batch. The larger of the busiest member's compute and of its rows' time on the link, for rows do
                  not leave a hot expert's home: that loss no overlap hides.
+    straggler    rows that the busiest member computes, by the mean: where tokens travel, of the experts' homes; where
+                 weights do, of the members that hold the tokens. None for a dispatcher that mixes both.
+    dropped      what slots of capacity factor 1.25 would drop; no dispatcher here drops anything
 
 Links between leaves count in none of them.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +29,7 @@ from fef.pool.table import ExpertTable
 from fef.testing.workloads import workload
 
 ELEMENT_BYTES = 4  # of a row's float32
+CAPACITY_FACTOR = 1.25  # GShard's in training, by which others drop
 
 
 def compute_ms(row: dict[str, Any]) -> float:
@@ -47,11 +52,28 @@ def floor_ms(rows: Sequence[dict[str, Any]]) -> float:
     return max(compute_ms(rows[0]), min(wire_ms(row) for row in rows))
 
 
+def straggler(row: dict[str, Any]) -> float | None:
+    """The busiest member's rows by the mean, 1 at best."""
+    load_ME, name = _load_ME(row), row["dispatcher"]
+    if name.startswith(("all_to_all", "fluid:mode=tokens")):
+        rows_M = _sent_MH(row).sum(0)
+    elif name.startswith(("all_gather", "pooled")):
+        rows_M = load_ME.sum(1)
+    else:
+        return None
+    return float(rows_M.max() / rows_M.mean())
+
+
+def dropped(row: dict[str, Any]) -> float:
+    """The part of the rows beyond a capacity of CAPACITY_FACTOR times the mean of each member and expert."""
+    load_ME = _load_ME(row)
+    capacity = math.ceil(CAPACITY_FACTOR * _places(row) / row["flags"]["experts"])
+    return float(np.maximum(load_ME - capacity, 0).sum() / load_ME.sum())
+
+
 def overlapped_ms(row: dict[str, Any]) -> float:
     """The shortest step of an all_to_all whose exchange is hidden, under this row's routing."""
-    setting, load_ME = row["flags"], _load_ME(row)
-    home_E = ExpertTable(setting["experts"], setting["members"]).home_E
-    sent_MH = np.stack([load_ME[:, home_E == home].sum(1) for home in range(setting["members"])], 1)
+    setting, sent_MH = row["flags"], _sent_MH(row)
     served_M = sent_MH.sum(0)
     own_M = sent_MH.diagonal()
     # Half of a row's crossings come to its home, half go back to where it came from.
@@ -59,6 +81,13 @@ def overlapped_ms(row: dict[str, Any]) -> float:
     row_bytes = setting["layers"] * setting["d_model"] * ELEMENT_BYTES
     busiest_ms = _full_ms(row) * float(served_M.max()) / _places(row)
     return max(busiest_ms, _on_link_ms(float(received_M.max()) * row_bytes, row))
+
+
+def _sent_MH(row: dict[str, Any]) -> np.ndarray:
+    """(R, R): a member's rows for the experts that are at home on another."""
+    setting, load_ME = row["flags"], _load_ME(row)
+    home_E = ExpertTable(setting["experts"], setting["members"]).home_E
+    return np.stack([load_ME[:, home_E == home].sum(1) for home in range(setting["members"])], 1)
 
 
 def _full_ms(row: dict[str, Any]) -> float:

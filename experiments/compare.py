@@ -29,6 +29,7 @@ from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
 SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh")
+CELL_TIMEOUT_S = 3600.0
 GRACE_S = 10.0
 
 
@@ -42,7 +43,8 @@ class Grid:
       tokens: T, of a member.
       workloads: of fef.testing.workloads; all in each cell, for they share the compiled programs.
       dispatchers: as bench_stack takes them.
-      us_per_token: modelled device time of a layer for a token with its K choices, microseconds.
+      us_per_token: modelled device time of a layer for a token with its K choices, microseconds; a tuple has one for
+        each of `tokens`.
       relays: config.pool.relay.
       hosts: with one member each.
       experts, choices: E and K.
@@ -54,22 +56,34 @@ class Grid:
     tokens: tuple[int, ...]
     workloads: tuple[str, ...]
     dispatchers: tuple[str, ...]
-    us_per_token: float
+    us_per_token: float | tuple[float, ...]
     relays: tuple[str, ...] = ("auto",)
     hosts: int = 4
     experts: int = 8
     choices: int = 2
     steps: int = 5
 
+    def __post_init__(self) -> None:
+        if isinstance(self.us_per_token, tuple) and len(self.us_per_token) != len(self.tokens):
+            raise UserError(
+                f"us_per_token={self.us_per_token}: give one number, or one for each of tokens={self.tokens}"
+            )
+
     @property
     def cells(self) -> list[dict[str, Any]]:
-        """One dict for each combination."""
+        """One dict for each combination, with what it takes from no axis."""
+        given = self.us_per_token
+        us_T = given if isinstance(given, tuple) else (given,) * len(self.tokens)
+        us_of = dict(zip(self.tokens, us_T, strict=True))
         axes = {"network": self.networks, "relay": self.relays, "nic": self.nics, "tokens": self.tokens}
-        return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        cells: list[dict[str, Any]] = [
+            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+        ]
+        return [cell | {"us_per_token": us_of[cell["tokens"]]} for cell in cells]
 
     def command(self, cell: dict[str, Any]) -> list[str]:
         """What runs a cell; it wants --json=FILE at its end."""
-        seconds = cell["tokens"] * self.us_per_token * 1e-6
+        seconds = cell["tokens"] * cell["us_per_token"] * 1e-6
         return [
             "python", "-m", "experiments.launch", f"--hosts={self.hosts}",
             f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
@@ -83,7 +97,7 @@ class Grid:
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("config", None, "the grid: a .py file with get_grid()", flag_values=values)
     flags.DEFINE_string("results", "", "the file of rows; empty: results/NAME.jsonl", flag_values=values)
-    flags.DEFINE_float("cell_timeout_s", 3600.0, "longest time of a cell", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("cell_timeout_s", CELL_TIMEOUT_S, "longest time of a cell", lower_bound=1, flag_values=values)
 
 
 def main(argv: list[str]) -> None:
@@ -93,6 +107,15 @@ def main(argv: list[str]) -> None:
     grid = load_grid(values.config)
     exit_on_sigterm()
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
+    print(grid_sheets.markdown(measure(grid, results, values.cell_timeout_s)))
+
+
+def measure(grid: Grid, results: pathlib.Path, cell_timeout_s: float) -> list[dict[str, Any]]:
+    """Runs the cells that a file of rows lacks, and returns all its rows.
+
+    Raises:
+      UserError: a cell failed or took too long, or the file has rows of other sources.
+    """
     code = rows_file.digest(SOURCES)
     rows = rows_file.read(results, code)
     done = [row["cell"] for row in rows]
@@ -103,11 +126,11 @@ def main(argv: list[str]) -> None:
     ):
         for cell in missing:
             bar.set_postfix_str(", ".join(f"{key}={value}" for key, value in cell.items()))
-            new = run_cell(grid, cell, code, pathlib.Path(folder), results.with_suffix(".log"), values.cell_timeout_s)
+            new = run_cell(grid, cell, code, pathlib.Path(folder), results.with_suffix(".log"), cell_timeout_s)
             rows_file.append(results, new)
             rows += new
             bar.update()
-    print(grid_sheets.markdown(rows))
+    return rows
 
 
 def load_grid(path: str) -> Grid:
@@ -162,7 +185,7 @@ def run_cell(
 
 def _shared(grid: Grid) -> dict[str, Any]:
     """What tells a cell from one of another grid."""
-    return {field: getattr(grid, field) for field in ("us_per_token", "hosts", "experts", "choices", "steps")} | {
+    return {field: getattr(grid, field) for field in ("hosts", "experts", "choices", "steps")} | {
         "dispatchers": list(grid.dispatchers), "workloads": list(grid.workloads)
     }  # fmt: skip
 

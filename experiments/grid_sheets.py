@@ -24,9 +24,24 @@ def caption(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     return (
         f"{first['hosts']} hosts with one member each, L={first['flags']['layers']}, E={first['flags']['experts']}, "
-        f"K={first['flags']['choices']}, modelled device time of {first['cell']['us_per_token']:g} us a token and "
+        f"K={first['flags']['choices']}, modelled device time of {_us_per_token(rows)} a token and "
         f"layer; medians of {first['cell']['steps']} steps in ms; jax {first['versions']['jax']}, commit "
         f"{first['commit']}."
+    )
+
+
+def _us_per_token(rows: list[dict[str, Any]]) -> str:
+    """The one value of all rows, or each with its tokens."""
+    tokens_of: dict[float, list[int]] = {}
+    for row in rows:
+        of_value = tokens_of.setdefault(row["cell"]["us_per_token"], [])
+        if row["cell"]["tokens"] not in of_value:
+            of_value.append(row["cell"]["tokens"])
+    if len(tokens_of) == 1:
+        return f"{next(iter(tokens_of)):g} us"
+    return ", ".join(
+        f"{value:g} us (T = {' and '.join(f'{tokens:,}' for tokens in of_value)})"
+        for value, of_value in tokens_of.items()
     )
 
 
@@ -130,11 +145,14 @@ def every_row(rows: list[dict[str, Any]]) -> Sheet:
         Head(text, is_number=True)
         for text in ("step ms", "utilisation", "floor ms", "step / floor", "overlapped ms", "wait ms", "MB")
     ]
+    heads += [Head("straggler", is_number=True), Head("dropped", is_number=True)]
     lines = [Line(_cells(row, of_cell), [row]) for of_cell in by_cell(rows) for row in of_cell]
     note = (
         "`utilisation`: the modelled time of all real rows, shared out evenly, by the step. `floor` and `overlapped`: "
         "as above. `wait`: the time for which the first member's device could only wait in the pool. `MB`: what the "
-        "busiest member receives in a step, without headers."
+        "busiest member receives in a step, without headers. `straggler`: rows that the busiest member computes, by "
+        "the mean, of dispatchers that move only tokens or only weights. `dropped`: what a capacity factor of "
+        f"{bounds.CAPACITY_FACTOR:g} would drop; these dispatchers drop nothing."
     )
     return Sheet("Every row", heads, lines, [note])
 
@@ -151,4 +169,6 @@ def _cells(row: dict[str, Any], of_cell: list[dict[str, Any]]) -> list[Cell]:
         number(bounds.overlapped_ms(row)),
         number(row.get("wait_ms") if row["dispatcher"].startswith(("pooled", "fluid")) else None),
         number(row["bytes"] / 1e6, "{:,.1f}"),
+        number(bounds.straggler(row), "{:.2f}"),
+        number(bounds.dropped(row), "{:.1%}"),
     ]

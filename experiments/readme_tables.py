@@ -17,7 +17,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from experiments import bench_dispatch, bench_ffn, bench_pool, bench_stack, grid_sheets, rows_file, tables
+from experiments import (
+    bench_collectives,
+    bench_dispatch,
+    bench_ffn,
+    bench_pool,
+    bench_stack,
+    grid_sheets,
+    rows_file,
+    tables,
+)
 from experiments.flags import ROOT, parse_flags, run
 from fef.config import UserError
 
@@ -71,6 +80,7 @@ def rewrite(text: str, kinds: tuple[str, ...] = tuple(KINDS.split("|"))) -> str:
 
 def _table(name: str) -> str:
     tables: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+        "bench_collectives": bench_collectives.table,
         "bench_dispatch": bench_dispatch.table,
         "bench_ffn": _ffn_table,
         "bench_pool": bench_pool.table,

@@ -29,6 +29,7 @@ from fef.config import UserError
 
 SOURCES = (*rows_file.FEF, "experiments/flags.py", "experiments/train.py")
 NEEDED = ("settings", "heldout_loss", "steps", "command", "commit", "versions.jax")  # of a row, a point leads inwards
+RUN_TIMEOUT_S = 3600.0
 LATE = 0.25  # of a run's steps, over which its measures are averaged
 
 # Of a run, in the order of the columns: what, the row's key, its format.
@@ -73,7 +74,7 @@ class Table:
 
 def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("results", "", "the file of rows; empty: results/NAME.jsonl", flag_values=values)
-    flags.DEFINE_float("run_timeout_s", 3600.0, "longest time of a run", lower_bound=1, flag_values=values)
+    flags.DEFINE_float("run_timeout_s", RUN_TIMEOUT_S, "longest time of a run", lower_bound=1, flag_values=values)
 
 
 def main(argv: list[str]) -> None:
@@ -82,15 +83,24 @@ def main(argv: list[str]) -> None:
     exit_on_sigterm()
     table = load_table(name)
     path = pathlib.Path(values.results or ROOT / "results" / f"{name}.jsonl")
+    print(markdown(table, measure(table, path, values.run_timeout_s)))
+
+
+def measure(table: Table, path: pathlib.Path, run_timeout_s: float) -> list[dict[str, Any]]:
+    """Makes the runs that a file of rows lacks, and returns all its rows.
+
+    Raises:
+      UserError: a run failed or took too long, or the file has rows of other sources.
+    """
     code = rows_file.digest(SOURCES)
     rows = rows_file.read(path, code)
     done = [row["settings"] for row in rows]
     missing = [settings for settings in table.runs() if settings not in done]
     for settings in tqdm.tqdm(missing, unit="run", initial=len(done), total=len(done) + len(missing)):
-        row = {"code": code, **train(settings, values.run_timeout_s)}
+        row = {"code": code, **train(settings, run_timeout_s)}
         rows_file.append(path, [row])
         rows.append(row)
-    print(markdown(table, rows))
+    return rows
 
 
 def load_table(name: str) -> Table:

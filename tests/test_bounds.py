@@ -34,6 +34,29 @@ def test_the_floor_is_the_larger_of_compute_and_the_fewest_bytes():
     assert bounds.floor_ms([row(bytes=5000), row(bytes=10)]) == pytest.approx(100)
 
 
+@pytest.mark.parametrize(
+    ("workload", "tokens_travel", "weights_travel"),
+    [
+        ("balanced", 1, 1),
+        ("zero_load", 2, 2),  # all 16 rows come from member 0 and meet experts 0 and 1, at home there
+        ("ragged_sources", 1, 2),  # all come from member 0 and meet every expert
+    ],
+)
+def test_the_straggler_is_the_busiest_home_or_the_busiest_source(workload, tokens_travel, weights_travel):
+    def straggler(name):
+        return bounds.straggler(row(workload=workload, dispatcher=name))
+
+    assert straggler("all_to_all:form=shifted") == straggler("fluid:mode=tokens") == tokens_travel
+    assert straggler("pooled") == straggler("all_gather") == weights_travel
+    assert straggler("fluid") is None  # some rows meet their expert here, some there
+
+
+def test_what_a_capacity_would_drop():
+    # Each place for 16 rows of 4 experts is 1.25 * 4 = 5; experts 0 and 1 have 8 rows each.
+    assert bounds.dropped(row(workload="zero_load")) == pytest.approx(2 * 3 / 16)
+    assert bounds.dropped(row()) == 0
+
+
 def test_an_overlapped_all_to_all_is_held_by_its_rows_on_the_link():
     # Each way 8 rows come to a member and 8 results come back, forward and backward, of 64 bytes, in 2 layers.
     assert bounds.overlapped_ms(row()) == pytest.approx((8 + 8) * 2 * 64 * 2 * 8 / 100)

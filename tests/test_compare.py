@@ -9,7 +9,9 @@ from needs import needs_lab
 from small import ROOT, quick_environment
 
 from experiments import compare, grid_sheets, rows_file
+from experiments.lab import Lab
 from fef.config import UserError
+from fef.testing import workloads
 
 GRID = {
     "networks": ("leaves=1",), "nics": (500,), "workloads": ("balanced",), "tokens": (32, 64), "us_per_token": 100.0,
@@ -61,6 +63,29 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
     assert done.returncode == 2 and "config.moe.dispatcher='all_to_al'" in (tmp_path / "rows.log").read_text()
     assert done.stderr.splitlines()[-1].startswith("error: the cell {'network': 'leaves=1'")
     assert results.read_text() == both
+
+
+def test_a_cell_has_the_device_of_its_tokens_and_the_order_of_its_network():
+    networks = ("leaves=2,oversub=4", "leaves=2,oversub=4,order=alternating")
+    grid = compare.Grid(**GRID | {"networks": networks, "tokens": (512, 8192), "us_per_token": (463.0, 226.0)})
+    assert [(cell["tokens"], cell["us_per_token"]) for cell in grid.cells] == [(512, 463.0), (8192, 226.0)] * 2
+    commands = [grid.command(cell) for cell in grid.cells]
+    assert "--cells=512:0.237056" in commands[0] and "--cells=8192:1.85139" in commands[1]
+    assert "--lab=leaves=2,oversub=4,order=alternating,nic=500mbit" in commands[2]
+    one_device = compare.Grid(**GRID)
+    assert {cell["us_per_token"] for cell in one_device.cells} == {100.0}
+    with pytest.raises(
+        UserError, match=r"us_per_token=\(1.0,\): give one number, or one for each of tokens=\(32, 64\)"
+    ):
+        compare.Grid(**GRID | {"us_per_token": (1.0,)})
+
+
+def test_every_grid_is_one_that_can_run():
+    for path in (ROOT / "configs" / "compare").glob("[!_]*.py"):
+        grid = compare.load_grid(str(path))
+        assert grid.cells and all(map(workloads.is_workload, grid.workloads)), path
+        for network in grid.networks:
+            Lab("none", grid.hosts, network)  # reads it; is not built
 
 
 @pytest.mark.parametrize(

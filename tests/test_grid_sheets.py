@@ -14,6 +14,14 @@ def grid():
     return [*rows, grid_row(**BY_BYTES | {"least_bytes": 251}, tokens=1024)]
 
 
+def test_the_caption_has_each_device_with_its_tokens():
+    rows = grid()
+    assert "modelled device time of 2 us a token and layer" in grid_sheets.caption(rows)
+    others = [grid_row("fluid", 1.0, tokens=tokens) for tokens in (2048, 8192)]
+    others = [row | {"cell": row["cell"] | {"us_per_token": 1.5}} for row in others]
+    assert "of 2 us (T = 512 and 1,024), 1.5 us (T = 2,048 and 8,192) a token" in grid_sheets.caption(rows + others)
+
+
 def test_the_table_says_where_fluid_loses():
     lines = grid_sheets.markdown(grid()).splitlines()
     assert lines[0].startswith("4 hosts with one member each, L=2, E=8, K=2,") and "commit c0ffee" in lines[0]
@@ -31,8 +39,9 @@ def test_the_table_says_where_fluid_loses():
 def test_every_row_stands_beside_what_it_is_held_against():
     lines = grid_sheets.every_row(grid()).markdown().splitlines()
     assert lines[0].endswith("| dispatcher | step ms | utilisation | floor ms | step / floor | overlapped ms "
-                             "| wait ms | MB |")  # fmt: skip
-    assert lines[2] == "| leaves=1 | auto | 100 | balanced | 512 | `pooled` | 200 | 45.0% | 90 | 2.22 | 503 | – | 1.0 |"
+                             "| wait ms | MB | straggler | dropped |")  # fmt: skip
+    start = "| leaves=1 | auto | 100 | balanced | 512 | `pooled` | 200 | 45.0% | 90 | 2.22 | 503 | – | 1.0 "
+    assert lines[2].startswith(start) and lines[2].endswith("| 1.0 | 1.00 | 0.0% |")
 
 
 def test_the_fewest_bytes_of_a_cell_are_the_floor_of_all_its_rows():
@@ -52,7 +61,7 @@ def test_what_a_row_lacks_is_a_dash():
 
 def test_csv_has_unrounded_values_and_where_they_come_from():
     first, second, *_ = grid_sheets.every_row([grid_row("fluid", 210.123, xla_flags="--a --b")]).csv().splitlines()
-    assert first.endswith(",MB,command,commit,code,versions,when,machine")
+    assert first.endswith(",MB,straggler,dropped,command,commit,code,versions,when,machine")
     assert second.startswith("leaves=1,auto,100,balanced,512,fluid,210.123,")
     assert second.endswith(
         "XLA_FLAGS='--a --b' python -m experiments.launch --T=512,c0ffee,0123456789abcdef,jax==1,"

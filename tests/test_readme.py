@@ -167,10 +167,10 @@ def check(words):
         assert stop.code == 0
 
 
-WORDY = [importlib.import_module(f"experiments.{name}") for name in ("convert", "tables")]  # words come before flags
+WORDY = [importlib.import_module(f"experiments.{name}") for name in ("convert", "tables", "reproduce")]  # words first
 PLAIN = WORDY + [
     importlib.import_module(f"experiments.{name}")
-    for name in ("bench_ffn", "bench_pool", "launch", "readme_tables", "render", "traffic")
+    for name in ("bench_collectives", "bench_ffn", "bench_pool", "launch", "readme_tables", "render", "traffic")
 ]
 
 

@@ -27,3 +27,11 @@ def get_grid() -> dict[str, Any]:
             "fluid:cost=bytes:deduplicate=False:room=8",
         ),
     }
+
+
+def get_quick() -> dict[str, Any]:
+    """One routing, and one form of all_to_all; some minutes."""
+    return get_grid() | {
+        "workloads": ("balanced",),
+        "dispatchers": ("all_to_all", "all_gather", "fluid:mode=tokens", "fluid"),
+    }

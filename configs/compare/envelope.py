@@ -18,3 +18,12 @@ def get_grid() -> dict[str, Any]:
         "us_per_token": 463.0,  # the device of T=512 and T=4096 in the table of steps on a slow network
         "dispatchers": ("pooled", "fluid:mode=tokens", "fluid", "fluid:cost=bytes:deduplicate=False:room=8"),
     }
+
+
+def get_quick() -> dict[str, Any]:
+    """One link and the ends of the tokens; some minutes."""
+    return get_grid() | {
+        "nics": (400,),
+        "tokens": (256, 2048),
+        "workloads": ("balanced",),
+    }

@@ -19,3 +19,12 @@ def get_grid() -> dict[str, Any]:
         "us_per_token": 463.0,
         "dispatchers": ("pooled", "fluid"),
     }
+
+
+def get_quick() -> dict[str, Any]:
+    """Links and devices four times as fast, so the same ratios; 2 minutes."""
+    return get_grid() | {
+        "networks": ("leaves=2,oversub=4",),
+        "nics": (400,),
+        "us_per_token": 116.0,
+    }

@@ -18,3 +18,12 @@ def get_grid() -> dict[str, Any]:
         "us_per_token": 463.0,
         "dispatchers": ("pooled", "fluid:mode=tokens", "fluid"),
     }
+
+
+def get_quick() -> dict[str, Any]:
+    """Links and devices four times as fast, so the same ratios; some minutes."""
+    return get_grid() | {
+        "nics": (400,),
+        "tokens": (512, 4096),
+        "us_per_token": 116.0,
+    }

@@ -24,7 +24,7 @@ from fef.config import ConfigError, knob
 from fef.registry import nearest
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.gate import check_choices, token_choice
-from fef.testing.workloads import OF_EXPERTS, WORKLOADS, popularity_by_step
+from fef.testing.workloads import OF_EXPERTS, is_of_experts, is_workload, popularity_by_step
 
 
 @ROUTERS.register("workload")
@@ -38,7 +38,7 @@ class Workload:
 
     @dataclasses.dataclass(unsafe_hash=True)  # so that a router can be a static argument
     class Options:
-        name: str = knob("balanced", "model", "workload: " + ", ".join(OF_EXPERTS))
+        name: str = knob("balanced", "model", "workload: " + ", ".join([*OF_EXPERTS, "zipf:S"]))
         seed: int = knob(0, "model", "seed of the hot experts, and of the draws in an evaluation", ge=0, lt=2**32)
 
     causal = True
@@ -50,9 +50,9 @@ class Workload:
     def __post_init__(self) -> None:
         check_choices(self.num_experts, self.num_choices, self.options)
         name, key = self.options.name, "routing.workload.name"
-        if name not in WORKLOADS:
+        if not is_workload(name):
             raise ConfigError(key, name, f"unknown workload{nearest(name, list(OF_EXPERTS))}")
-        if name not in OF_EXPERTS:
+        if not is_of_experts(name):
             known = ", ".join(OF_EXPERTS)
             raise ConfigError(key, name, f"is uneven between members, on which no routing may depend; use {known}")
 

@@ -13,11 +13,13 @@ They let every dispatcher be tested and timed on the same assignments without tr
 | W6 | rotating_hotspot | as W1, but the hot experts move on with every step |
 | W7 | burst | balanced, but every fourth step is as W1 |
 | - | one_hot_expert | one expert has 40 % of the assignments, as far as a token has it once |
+| - | zipf:S | the expert of rank i, 1 to E, is popular in proportion to 1 / i**S; zipf:0 is balanced |
 
 Source of W0 to W7: the imbalance suite proposed in NVIDIA/Megatron-LM pull request 7488. Numpy only; equal arguments
 give equal arrays. Shape letters: R members, T tokens of a member, N = T*K assignments, E experts, K choices.
 """
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +32,8 @@ HOT = 16.0  # popularity of a hot expert, that of the others being 1
 HOT_SHARE = 0.4  # of all assignments, of the one hot expert
 MOST_TOKENS = 0.95  # that may choose it
 BURST_EVERY = 4  # steps
+ZIPF = "zipf:"
+MOST_ZIPF = 10.0  # beyond it nobody but the first is chosen, unless K forces it
 
 
 def workload(
@@ -45,7 +49,7 @@ def workload(
     """The assignments of all members in one training step.
 
     Args:
-      name: one of WORKLOADS.
+      name: one of WORKLOADS, or zipf:S with a number S from 0 to 10.
       num_members: R; experts are homed as `fef.pool.table.ExpertTable` does.
       tokens_per_member: T, places for tokens on each member.
       num_experts: E.
@@ -61,11 +65,11 @@ def workload(
     Raises:
       ValueError: an unknown name, or K outside [1, E].
     """
-    if name not in WORKLOADS:
+    if not is_workload(name):
         raise ValueError(f"unknown workload {name!r}{nearest(name, list(WORKLOADS))}")
     if not 1 <= num_choices <= num_experts:
         raise ValueError(f"num_choices={num_choices} must be between 1 and num_experts={num_experts}")
-    popularity_E, num_tokens_R = WORKLOADS[name](num_members, tokens_per_member, num_experts, num_choices, step, seed)
+    popularity_E, num_tokens_R = _maker(name)(num_members, tokens_per_member, num_experts, num_choices, step, seed)
     random = np.random.default_rng([seed, step])
     shape = (num_members, tokens_per_member)
     if np.all((popularity_E == 1) | (popularity_E == 0)):
@@ -74,6 +78,25 @@ def workload(
         expert_RTK = _draw(random, popularity_E, shape, num_choices)
     valid_RT = np.arange(tokens_per_member) < num_tokens_R[:, None]
     return _assignment(random, expert_RTK, valid_RT, num_experts)
+
+
+def is_workload(name: str) -> bool:
+    """Whether there is a workload of this name."""
+    return name in WORKLOADS or _zipf_exponent(name) is not None
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether it is nothing but a popularity of the experts, alike for every number of members."""
+    return name in OF_EXPERTS or _zipf_exponent(name) is not None
+
+
+def _zipf_exponent(name: str) -> float | None:
+    """S of zipf:S; None of any other name."""
+    try:
+        exponent = float(name.removeprefix(ZIPF)) if name.startswith(ZIPF) else -1.0
+    except ValueError:
+        return None
+    return exponent if 0 <= exponent <= MOST_ZIPF else None
 
 
 def _assignment(
@@ -191,8 +214,21 @@ def _popularity_for(share: float, num_experts: int, num_choices: int) -> float:
     return high
 
 
+def _zipf(exponent, num_members, num_tokens, num_experts, num_choices, step, seed):
+    rank_E = 1.0 + np.random.default_rng(seed).permutation(num_experts)
+    return rank_E**-exponent, _full(num_members, num_tokens)
+
+
+Maker = Callable[[int, int, int, int, int, int], tuple[np.ndarray, np.ndarray]]
+
+
+def _maker(name: str) -> Maker:
+    exponent = _zipf_exponent(name)
+    return WORKLOADS[name] if exponent is None else functools.partial(_zipf, exponent)
+
+
 # name -> (popularity_E, num_tokens_R): how likely an expert is chosen, and how many tokens each member holds
-WORKLOADS: dict[str, Callable[[int, int, int, int, int, int], tuple[np.ndarray, np.ndarray]]] = {
+WORKLOADS: dict[str, Maker] = {
     "balanced": _balanced,
     "hot_experts": _hot_experts,
     "hot_rank": _hot_rank,
@@ -216,6 +252,7 @@ OF_EXPERTS: dict[str, Callable[[int], int]] = {
 
 
 def popularity_by_step(name: str, num_experts: int, num_choices: int, seed: int = 0) -> np.ndarray:
-    """(P, E): how popular each expert is in a step, which is row `step % P`. For the workloads in OF_EXPERTS."""
-    of_step = (WORKLOADS[name](1, 1, num_experts, num_choices, s, seed) for s in range(OF_EXPERTS[name](num_experts)))
+    """(P, E): how popular each expert is in a step, which is row `step % P`. For workloads that are `is_of_experts`."""
+    num_steps = OF_EXPERTS[name](num_experts) if name in OF_EXPERTS else 1
+    of_step = (_maker(name)(1, 1, num_experts, num_choices, step, seed) for step in range(num_steps))
     return np.stack([popularity_E for popularity_E, _ in of_step])

@@ -79,7 +79,7 @@ def test_padding_takes_no_expert_and_an_evaluation_draws_no_noise(run):
     assert (of_sequences == of_sequences[0]).all()
 
 
-@pytest.mark.parametrize("name", ["hot_experts", "burst"])
+@pytest.mark.parametrize("name", ["hot_experts", "burst", "zipf:1.2"])
 def test_the_rules_of_routers(name):
     check_router(Workload(4, 2, Workload.Options(name=name)), seq_len=16)
 
