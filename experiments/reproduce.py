@@ -1,10 +1,11 @@
 """Reproduces a table: runs what is missing of it, then makes tables, figures and the parts of README.md anew.
 
-Command:  python -m experiments.reproduce configs/compare/headline.py [--quick]
+Command:  python -m experiments.reproduce headline [--quick]
 Hardware: as the table's own file says; those of configs/compare need root, for the lab.
 
-The file is a grid of configs/compare, as experiments.compare runs it, or a table of training runs of configs/tables, as
-experiments.tables does; rows go to results/NAME.jsonl. The same command goes on where an interrupted one ended.
+A table is named by its file: a grid of configs/compare, as experiments.compare runs it, or a table of training runs of
+configs/tables, as experiments.tables does. Rows go to results/NAME.jsonl, and the same command goes on where an
+interrupted one ended.
 
 --quick runs what the file's get_quick() says, a small version of the same comparison in minutes, prints its table, and
 leaves results/ and README.md as they are.
@@ -30,11 +31,12 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: list[str]) -> None:
-    path = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
-    values = parse_flags([argv[0], *argv[2:]] if path else argv, define, doc=__doc__ or "")
-    complete = completion(pathlib.Path(path), values.quick)
+    word = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
+    values = parse_flags([argv[0], *argv[2:]] if word else argv, define, doc=__doc__ or "")
+    path = find(word)
+    complete = completion(path, values.quick)
     exit_on_sigterm()
-    name = f"{pathlib.Path(path).stem}.jsonl"
+    name = f"{path.stem}.jsonl"
     if values.quick:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="fef-"))
         print(complete(folder / name))
@@ -45,6 +47,19 @@ def main(argv: list[str]) -> None:
     readme_tables.main(["readme_tables"])
 
 
+def find(word: str) -> pathlib.Path:
+    """The file of a table: of FOLDERS by its name, or the path of a file.
+
+    Raises:
+      UserError: there is none; names those there are.
+    """
+    files = {file.stem: file for folder in FOLDERS for file in folder.glob("[!_]*.py")}
+    path = files.get(word, pathlib.Path(word))
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"{word!r}: is no table; there are {', '.join(sorted(files))}")
+    return path
+
+
 def completion(path: pathlib.Path, quick: bool) -> Callable[[pathlib.Path], str]:
     """What runs all that a file of rows lacks, and returns the table.
 
@@ -53,11 +68,10 @@ def completion(path: pathlib.Path, quick: bool) -> Callable[[pathlib.Path], str]
       quick: whether it is what the file's get_quick() says.
 
     Raises:
-      UserError: no such file, or not the functions that it must have.
+      UserError: a file of another folder, or without the functions that it must have.
     """
-    if not path.is_file() or not (quick or path.resolve().parent in FOLDERS):
-        known = sorted(str(file.relative_to(ROOT)) for folder in FOLDERS for file in folder.glob("[!_]*.py"))
-        raise UserError(f"{str(path)!r}: is no table of this repository; there are {', '.join(known)}")
+    if not quick and path.resolve().parent not in FOLDERS:
+        raise UserError(f"{path}: is not in {' or '.join(map(str, FOLDERS))}, so its rows have no place in results/")
     if "def get_table(" in path.read_text():
         table = from_file(path, "get_quick" if quick else "get_table", tables.Table)
         return lambda rows: tables.markdown(table, tables.measure(table, rows, tables.RUN_TIMEOUT_S))

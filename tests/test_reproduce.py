@@ -1,6 +1,5 @@
 """reproduce: a table is completed, drawn and put into the README; its quick version leaves nothing behind."""
 
-import pathlib
 import re
 import subprocess
 import sys
@@ -80,26 +79,26 @@ def test_a_table_is_completed_drawn_and_put_into_the_readme(tmp_path, monkeypatc
         return [row | {"cell": cell | compare._shared(grid), "code": code}]
 
     monkeypatch.setattr(compare, "run_cell", run_cell)
-    path = str(ROOT / "configs/compare/leaves.py")
-    reproduce.main(["reproduce", path])
+    reproduce.main(["reproduce", "leaves"])
     assert len(measured) == 6 and len((results / "leaves.jsonl").read_text().splitlines()) == 6
     text = readme.read_text()
     assert "old" not in text and "| leaves=2,oversub=4 | on | 100 | balanced | 4,096 |" in text
     assert "<!-- end -->\nafter" in text
     assert {"results.html", "leaves.md", "leaves.svg"} <= {file.name for file in results.iterdir()}
-    reproduce.main(["reproduce", path])
+    reproduce.main(["reproduce", str(ROOT / "configs/compare/leaves.py")])
     assert len(measured) == 6  # nothing was missing
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_what_is_no_table_is_refused(quick, tmp_path):
-    with pytest.raises(UserError, match="'none.py': is no table of this repository; there are .*compare/headline.py"):
-        reproduce.completion(pathlib.Path("none.py"), quick)
+def test_what_is_no_table_is_refused(tmp_path):
+    for word in ("", "none", "none.py", "README.md"):
+        with pytest.raises(UserError, match=f"{word!r}: is no table; there are .*headline, .*routing"):
+            reproduce.find(word)
     path = tmp_path / "grid.py"
     path.write_text(f"def get_grid():\n    return {GRID!r}\n")
-    message = r"has no function get_quick\(\)" if quick else "is no table of this repository"
-    with pytest.raises(UserError, match=message):
-        reproduce.completion(path, quick)
+    with pytest.raises(UserError, match="so its rows have no place in results"):
+        reproduce.completion(path, quick=False)
+    with pytest.raises(UserError, match=r"has no function get_quick\(\)"):
+        reproduce.completion(path, quick=True)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "compare").glob("[!_]*.py")), ids=lambda path: path.stem)
