@@ -59,12 +59,12 @@ def test_every_router_and_dispatcher_is_valid_with_defaults_only():
 
 def test_options_decide_whether_a_scheme_looks_ahead():
     values = {"routing__top_k__overflow": "batch_priority"}
-    fef.config.validate(changed(**values))  # without a capacity there is nothing to go first for
+    fef.validation.validate(changed(**values))  # without a capacity there is nothing to go first for
     values["routing__top_k__capacity_factor"] = 1.0
     with pytest.raises(ConfigError, match="config.moe.router='top_k': looks at later tokens.*allow_noncausal=True"):
-        fef.config.validate(changed(**values))
-    fef.config.validate(changed(**values, routing__allow_noncausal=True))
-    fef.config.validate(changed(**values | {"routing__top_k__overflow": "next_best"}))
+        fef.validation.validate(changed(**values))
+    fef.validation.validate(changed(**values, routing__allow_noncausal=True))
+    fef.validation.validate(changed(**values | {"routing__top_k__overflow": "next_best"}))
 
 
 def test_every_choice_can_be_selected_and_another_word_cannot():

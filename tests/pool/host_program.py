@@ -30,6 +30,7 @@ import fef
 from experiments.flags import run
 from fef import hosts
 from fef.config import PoolConfig
+from fef.ffn import SWIGLU
 from fef.ops.fluid_ffn import Settings, fluid_ffn
 from fef.ops.prefetch import prefetch
 from fef.ops.read_ledger import read_ledger
@@ -117,7 +118,7 @@ def send_rows(mesh, pool):
         is_sent_E = jnp.arange(members) != jax.lax.axis_index("expert")
         operands = jnp.ones((rows, width)), jnp.arange(rows, dtype=jnp.int32), jnp.ones(rows)
         counts = 2 * is_sent_E.astype(jnp.int32), is_sent_E.astype(jnp.int32)
-        return fluid_ffn(version_M4[0], chain_M[0], jnp.int32(0), *operands, *counts, Settings(d_expert=1, room=rows))
+        return fluid_ffn(version_M4[0], chain_M[0], jnp.int32(0), *operands, *counts, Settings(SWIGLU, 1, room=rows))
 
     arrays = tuple(np.ones((1, members, *shape), np.float32) for shape in shapes)
     published = jax.jit(lambda: programs.publish_all(mesh, handle, arrays, num_parts=3))()
