@@ -10,13 +10,12 @@ checked before anything is written: files that are missing or cut, tensors that 
 and fields of config.json that fef cannot follow.
 """
 
-import itertools
 import json
 import pathlib
 
 from absl import flags
 
-from experiments.flags import load_config, parse_flags, run
+from experiments.flags import load_config, parse_flags, run, words_first
 from fef.checkpoint import Checkpointer
 from fef.config import Config, UserError, from_dict
 from fef.hf import FAMILIES, convert, get_family
@@ -38,8 +37,8 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: list[str]) -> None:
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[1:]))
-    values = parse_flags([argv[0], *argv[1 + len(words) :]], define, doc=__doc__ or "")
+    words, argv = words_first(argv)
+    values = parse_flags(argv, define, doc=__doc__ or "")
     if len(words) != 3 or words[0] not in ("import", "export"):
         raise UserError(f"say {_USAGE}, not {' '.join(words) or 'nothing'}")
     action, source, target = words[0], pathlib.Path(words[1]), pathlib.Path(words[2])

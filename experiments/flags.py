@@ -15,6 +15,7 @@ The last of repeated flags wins. A word that belongs to no flag is refused: `--c
 import ast
 import contextlib
 import difflib
+import itertools
 import math
 import os
 import pathlib
@@ -142,6 +143,12 @@ def parse_flags(argv: list[str], define: Define, *, doc: str = "") -> flags.Flag
         raise SystemExit(0)
     _refuse(rest, list(values))
     return values
+
+
+def words_first(argv: list[str], most: int | None = None) -> tuple[list[str], list[str]]:
+    """The words that stand before the first flag, at most so many, and the command line without them."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[1:]))[:most]
+    return words, [argv[0], *argv[1 + len(words) :]]
 
 
 def dispatcher_words(name: str) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from absl import flags
 
 from experiments import compare, grid_sheets, readme_tables, render, tables
-from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
+from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run, words_first
 from fef.config import UserError
 
 RESULTS, CONFIGS = ROOT / "results", ROOT / "configs"
@@ -31,9 +31,9 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: list[str]) -> None:
-    word = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
-    values = parse_flags([argv[0], *argv[2:]] if word else argv, define, doc=__doc__ or "")
-    path = find(word)
+    words, argv = words_first(argv, most=1)
+    values = parse_flags(argv, define, doc=__doc__ or "")
+    path = find("".join(words))
     complete = completion(path, values.quick)
     exit_on_sigterm()
     name = f"{path.stem}.jsonl"

@@ -23,7 +23,7 @@ import tqdm
 from absl import flags
 
 from experiments import rows_file
-from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
+from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run, words_first
 from experiments.sheet import Cell, Head, Line, Sheet, number, word
 from fef.config import UserError
 
@@ -78,8 +78,9 @@ def define(values: flags.FlagValues) -> None:
 
 
 def main(argv: list[str]) -> None:
-    name = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else ""
-    values = parse_flags([argv[0], *argv[2:]] if name else argv, define, doc=__doc__ or "")
+    words, argv = words_first(argv, most=1)
+    name = "".join(words)
+    values = parse_flags(argv, define, doc=__doc__ or "")
     exit_on_sigterm()
     table = load_table(name)
     path = pathlib.Path(values.results or ROOT / "results" / f"{name}.jsonl")

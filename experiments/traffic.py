@@ -16,12 +16,9 @@ do); "LUFFY", 2024, table III (its figures are quoted, from 16 V100 over PCIe, e
 """
 
 import dataclasses
-import json
 from typing import Any
 
-from absl import flags
-
-from experiments import bounds
+from experiments import bounds, rows_file
 from experiments.flags import ROOT, parse_flags, run
 from experiments.sheet import Head, Line, Sheet, number, word
 from fef.ffn import FFNS
@@ -95,14 +92,10 @@ LUFFY = {
 
 
 def main(argv: list[str]) -> None:
-    parse_flags(argv, define, doc=__doc__ or "")
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    parse_flags(argv, lambda values: None, doc=__doc__ or "")
+    rows = rows_file.parse(ROWS, ROWS.read_bytes()) if ROWS.exists() else []
     sheets = [published(), luffy()] + ([measured_bytes(rows), measured_times(rows)] if rows else [])
     print("\n\n".join(f"## {sheet.title}\n\n{sheet.markdown()}" for sheet in sheets))
-
-
-def define(values: flags.FlagValues) -> None:
-    del values
 
 
 def published() -> Sheet:

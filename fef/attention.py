@@ -48,19 +48,38 @@ def causal_attention(
       sinks_H: (H,) float32, logits that take part in the softmax and have no value.
       score_factor: of the scores, beside A^-0.5.
     """
-    batch, seq_len, num_heads, width = q_BSHA.shape
-    q_BSGQA = q_BSHA.reshape(batch, seq_len, k_BSGA.shape[2], -1, width)
-    scores = jnp.einsum("bsgqa,btga->bgqst", q_BSGQA, k_BSGA, preferred_element_type=jnp.float32)
-    scores = scores * (score_factor * width**-0.5)
+    seq_len, width = q_BSHA.shape[1], q_BSHA.shape[3]
     seen_SS = jnp.tril(jnp.ones((seq_len, seq_len), bool))
     if window:
         seen_SS &= ~jnp.tril(seen_SS, -window)
-    scores = jnp.where((seen_SS[None] & mask_BS[:, None, :])[:, None, None], scores, -1e30)
+    seen_BSS = seen_SS[None] & mask_BS[:, None, :]
+    return _attend(q_BSHA, k_BSGA, v_BSGV, seen_BSS, factor=score_factor * width**-0.5, sinks_H=sinks_H)
+
+
+def _attend(
+    q_BSHA: jax.Array,
+    k_BTGA: jax.Array,
+    v_BTGV: jax.Array,
+    seen_BST: jax.Array,
+    *,
+    factor: float = 1.0,
+    bias_HST: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """(B, S, H, V): the mean of the values that a query sees, by the softmax of factor * query . key + bias."""
+    batch, seq_len, num_heads, width = q_BSHA.shape
+    num_keys, num_groups = k_BTGA.shape[1:3]
+    q_BSGQA = q_BSHA.reshape(batch, seq_len, num_groups, -1, width)
+    scores = jnp.einsum("bsgqa,btga->bgqst", q_BSGQA, k_BTGA, preferred_element_type=jnp.float32)
+    scores = scores * factor
+    if bias_HST is not None:
+        scores = scores + bias_HST.reshape(1, num_groups, -1, seq_len, num_keys)
+    scores = jnp.where(seen_BST[:, None, None], scores, -1e30)
     if sinks_H is not None:
-        sinks = jnp.broadcast_to(sinks_H.reshape(1, k_BSGA.shape[2], -1, 1, 1), (*scores.shape[:-1], 1))
+        sinks = jnp.broadcast_to(sinks_H.reshape(1, num_groups, -1, 1, 1), (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, sinks], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)[..., :seq_len]
-    out = jnp.einsum("bgqst,btgv->bsgqv", weights.astype(v_BSGV.dtype), v_BSGV)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :num_keys]
+    out = jnp.einsum("bgqst,btgv->bsgqv", weights.astype(v_BTGV.dtype), v_BTGV)
     return out.reshape(batch, seq_len, num_heads, -1)
 
 
@@ -214,14 +233,12 @@ class RelativeAttention(nnx.Module):
             return linear(x).reshape(*x.shape[:2], -1, self.width)
 
         q_BSHA, k_BTHA, v_BTHA = heads(self.query, x_BSD), heads(self.key, memory_BTD), heads(self.value, memory_BTD)
-        scores = jnp.einsum("bsha,btha->bhst", q_BSHA, k_BTHA, preferred_element_type=jnp.float32)
-        if bias_HST is not None:
-            scores = scores + bias_HST[None]
-        seen = mask_BT[:, None, None, :]
+        seen_ST = jnp.ones((x_BSD.shape[1], memory_BTD.shape[1]), bool)
         if self.is_causal:
-            seen = seen & jnp.tril(jnp.ones(scores.shape[2:], bool))[None, None]
-        weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1).astype(v_BTHA.dtype)
-        return self.out(jnp.einsum("bhst,btha->bsha", weights, v_BTHA).reshape(*x_BSD.shape[:2], -1))
+            seen_ST = jnp.tril(seen_ST)
+        seen_BST = seen_ST[None] & mask_BT[:, None, :]
+        out_BSHA = _attend(q_BSHA, k_BTHA, v_BTHA, seen_BST, bias_HST=bias_HST)
+        return self.out(out_BSHA.reshape(*x_BSD.shape[:2], -1))
 
 
 def distance_buckets(length: int, num_buckets: int, max_distance: int, is_causal: bool) -> np.ndarray:

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from fef import sharding
-from fef.attention import Linear, RelativeAttention, distance_buckets, rms_norm
+from fef.attention import RelativeAttention, distance_buckets, rms_norm
 from fef.config import Config
 from fef.layers import Block, LayerKind, Layers, stacked_metrics
 
@@ -34,10 +33,8 @@ class EncoderDecoder(Layers):
 
     def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs):
         model, encoder = config.model, config.model.encoder
-        self.dtype, self.eps = model.dtype, model.norm_eps
         self.buckets, self.max_distance = encoder.buckets, encoder.max_distance
         embedding_VD = jax.random.normal(rngs.params(), (model.vocab_size, model.d_model))
-        self.embedding_VD = nnx.Param(embedding_VD * model.init_scale)
 
         def make_block(kind: LayerKind) -> Block:
             attention = RelativeAttention(model, kind.is_decoder, rngs)
@@ -49,9 +46,7 @@ class EncoderDecoder(Layers):
         self.encoder_bias_NH = nnx.Param(self._draw_bias(model.num_heads, model.d_model, rngs))
         self.decoder_bias_NH = nnx.Param(self._draw_bias(model.num_heads, model.d_model, rngs))
         self.encoder_norm = nnx.Param(jnp.ones(model.d_model))
-        self.final_norm = nnx.Param(jnp.ones(model.d_model))
-        if not model.tie_embeddings:
-            self.output = Linear(model.d_model, model.vocab_size, model.init_scale, rngs)
+        self.add_ends(model, embedding_VD, rngs)
 
     def _draw_bias(self, num_heads: int, d_model: int, rngs: nnx.Rngs) -> jax.Array:
         return jax.random.normal(rngs.params(), (self.buckets, num_heads)) * d_model**-0.5
@@ -78,34 +73,24 @@ class EncoderDecoder(Layers):
         half = tokens_BS.shape[1] // 2
         mask_BS = jnp.ones(tokens_BS.shape, bool) if mask_BS is None else mask_BS
         key = jax.random.key(0) if key is None else key
-        if experts is None and self.moe_runs:
-            experts = self.moe_runs[0].moe.dispatcher.prepare(self.experts)
-        moe_inputs = dict(experts=experts, step=step, key=key, train=train, replay=replay)
+        moe_inputs = dict(experts=self.prepared(experts), step=step, key=key, train=train, replay=replay)
         encoder_runs, decoder_runs = range(self.encoder_runs), range(self.encoder_runs, len(self.runs))
 
         tokens_BP, mask_BP = tokens_BS[:, :half], mask_BS[:, :half]
         bias_HPP = self._bias(self.encoder_bias_NH, half, is_causal=False)
         x_BPD, metrics = self.apply_runs(
-            encoder_runs, self._embed(tokens_BP), mask_BP, tokens_BS=tokens_BP, bias_HSS=bias_HPP, **moe_inputs
+            encoder_runs, self.embed(tokens_BP), mask_BP, tokens_BS=tokens_BP, bias_HSS=bias_HPP, **moe_inputs
         )
         memory = (rms_norm(x_BPD, self.encoder_norm[...], self.eps), mask_BP)
 
         tokens_BP = tokens_BS[:, half:]
         bias_HPP = self._bias(self.decoder_bias_NH, half, is_causal=True)
         x_BPD, decoder_metrics = self.apply_runs(
-            decoder_runs, self._embed(tokens_BP), mask_BS[:, half:], tokens_BS=tokens_BP, bias_HSS=bias_HPP,
+            decoder_runs, self.embed(tokens_BP), mask_BS[:, half:], tokens_BS=tokens_BP, bias_HSS=bias_HPP,
             memory=memory, **moe_inputs,
         )  # fmt: skip
-        x_BPD = rms_norm(x_BPD, self.final_norm[...], self.eps).astype(jnp.float32)
-        if hasattr(self, "output"):
-            logits_BPV = self.output(x_BPD)
-        else:  # the embedding's values are of the order of 1
-            logits_BPV = (x_BPD * x_BPD.shape[-1] ** -0.5) @ self.embedding_VD[...].T
+        logits_BPV = self.predict(x_BPD, tied_factor=x_BPD.shape[-1] ** -0.5)  # the embedding is of the order of 1
         return logits_BPV, *stacked_metrics(metrics + decoder_metrics)
-
-    def _embed(self, tokens_BP: jax.Array) -> jax.Array:
-        x_BPD = self.embedding_VD[...][tokens_BP].astype(self.dtype)
-        return jax.lax.with_sharding_constraint(x_BPD, sharding.named(self.mesh, sharding.TOKENS))
 
     def _bias(self, bias_NH: nnx.Param, length: int, is_causal: bool) -> jax.Array:
         buckets_PP = distance_buckets(length, self.buckets, self.max_distance, is_causal)

@@ -125,6 +125,30 @@ class Layers(nnx.Module):
             blocks = [make_block(kind) for kind in itertools.islice(kinds, length)]
             runs.append(_stack(blocks) if self.is_scanned else blocks[0])
         self.runs = nnx.List(runs)
+        self.dtype, self.eps = config.model.dtype, config.model.norm_eps
+
+    def add_ends(self, model: ModelConfig, embedding_VD: jax.Array, rngs: nnx.Rngs) -> None:
+        """The embedding, the last norm and, unless the embedding is it, the output projection."""
+        self.embedding_VD = nnx.Param(embedding_VD * model.init_scale)
+        self.final_norm = nnx.Param(jnp.ones(model.d_model))
+        if not model.tie_embeddings:
+            self.output = Linear(model.d_model, model.vocab_size, model.init_scale, rngs)
+
+    def embed(self, tokens_BS: jax.Array) -> jax.Array:
+        """(B, S, D) in the compute type, B sharded over all devices."""
+        x_BSD = self.embedding_VD[...][tokens_BS].astype(self.dtype)
+        return jax.lax.with_sharding_constraint(x_BSD, sharding.named(self.mesh, sharding.TOKENS))
+
+    def predict(self, x_BSD: jax.Array, tied_factor: float = 1.0) -> jax.Array:
+        """Logits (B, S, V) float32 of what the layers gave; a tied embedding gets `tied_factor` times as much."""
+        x_BSD = rms_norm(x_BSD, self.final_norm[...], self.eps).astype(jnp.float32)
+        if hasattr(self, "output"):
+            return self.output(x_BSD)
+        return (x_BSD if tied_factor == 1 else x_BSD * tied_factor) @ self.embedding_VD[...].T
+
+    def prepared(self, experts: Any) -> Any:
+        """What the dispatcher made of all experts; None makes it here."""
+        return self.moe_runs[0].moe.dispatcher.prepare(self.experts) if experts is None and self.moe_runs else experts
 
     @property
     def moe_runs(self) -> list[Block]:

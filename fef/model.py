@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from fef import sharding
-from fef.attention import Linear, make_attention, rms_norm
+from fef.attention import make_attention
 from fef.config import Config
 from fef.encoder_decoder import EncoderDecoder
 from fef.layers import Block, LayerKind, Layers, stacked_metrics
@@ -30,17 +29,13 @@ class Decoder(Layers):
 
     def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs):
         model = config.model
-        self.dtype, self.eps = model.dtype, model.norm_eps
         embedding_VD = jax.random.normal(rngs.params(), (model.vocab_size, model.d_model)) * model.d_model**-0.5
-        self.embedding_VD = nnx.Param(embedding_VD * model.init_scale)
 
         def make_block(kind: LayerKind) -> Block:
             return Block(config, mesh, kind.is_moe, make_attention(model, kind.window, rngs), rngs)
 
         super().__init__(config, mesh, make_block)
-        self.final_norm = nnx.Param(jnp.ones(model.d_model))
-        if not model.tie_embeddings:
-            self.output = Linear(model.d_model, model.vocab_size, model.init_scale, rngs)
+        self.add_ends(model, embedding_VD, rngs)
 
     def __call__(
         self,
@@ -68,18 +63,11 @@ class Decoder(Layers):
         """
         mask_BS = jnp.ones(tokens_BS.shape, bool) if mask_BS is None else mask_BS
         key = jax.random.key(0) if key is None else key
-        if experts is None and self.moe_runs:
-            experts = self.moe_runs[0].moe.dispatcher.prepare(self.experts)
-        x_BSD = self.embedding_VD[...][tokens_BS].astype(self.dtype)
-        x_BSD = jax.lax.with_sharding_constraint(x_BSD, sharding.named(self.mesh, sharding.TOKENS))
-
         x_BSD, metrics = self.apply_runs(
-            range(len(self.runs)), x_BSD, mask_BS, tokens_BS=tokens_BS, experts=experts, step=step, key=key,
-            train=train, replay=replay,
+            range(len(self.runs)), self.embed(tokens_BS), mask_BS, tokens_BS=tokens_BS, experts=self.prepared(experts),
+            step=step, key=key, train=train, replay=replay,
         )  # fmt: skip
-        x_BSD = rms_norm(x_BSD, self.final_norm[...], self.eps).astype(jnp.float32)
-        logits_BSV = self.output(x_BSD) if hasattr(self, "output") else x_BSD @ self.embedding_VD[...].T
-        return logits_BSV, *stacked_metrics(metrics)
+        return self.predict(x_BSD), *stacked_metrics(metrics)
 
 
 def make_model(config: Config, mesh: Mesh, rngs: nnx.Rngs) -> Layers:

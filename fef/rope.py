@@ -25,13 +25,18 @@ def rotate(x_BSHA: jax.Array, theta: float, yarn: YarnConfig) -> jax.Array:
     factor = 1.0
     if yarn.factor > 1:
         frequency *= _stretch(width, theta, yarn)
-        factor = 0.1 * math.log(yarn.factor) + 1 if yarn.attention_factor is None else yarn.attention_factor
+        factor = growth(yarn.factor) if yarn.attention_factor is None else yarn.attention_factor
     angle_SA = jnp.arange(seq_len, dtype=jnp.float32)[:, None] * frequency[None, :]
     cos, sin = (f(angle_SA)[None, :, None, :] for f in (jnp.cos, jnp.sin))
     if factor != 1:
         cos, sin = factor * cos, factor * sin
     first, second = jnp.split(x_BSHA.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BSHA.dtype)
+
+
+def growth(factor: float, mscale: float = 1.0) -> float:
+    """By how much positions stretched by `factor` let queries and keys grow: 0.1 mscale ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1
 
 
 def _stretch(width: int, theta: float, yarn: YarnConfig) -> np.ndarray:

@@ -87,7 +87,8 @@ class Browser:
         self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + TIMEOUT_S
         while self.run("document.readyState") != "complete":
-            assert time.monotonic() < deadline, f"{path} does not finish loading"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} has not been loaded within {TIMEOUT_S} s")
             time.sleep(0.05)
 
     def run(self, script):

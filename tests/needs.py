@@ -4,12 +4,14 @@ import os
 import shutil
 import subprocess
 
+import browser
 import pytest
 
 # Where the tests marked `ucx` find UCX emulate RDMA, unless the user has chosen a network.
 UCX_EMULATED = {} if "UCX_TLS" in os.environ else {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 NETLAB_TOOLS = ("ip", "tc", "unshare")
 
+needs_chromium = pytest.mark.skipif(browser.find() is None, reason="needs Chromium: apt-get install chromium")
 needs_lab = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, NETLAB_TOOLS)), reason="needs root, and the programs ip and tc"
 )

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fef import sharding
 from fef.checkpoint import to_logical, to_physical
-from fef.config import Config, freeze, scopes
+from fef.config import Config, assign, freeze, scopes
 from fef.dispatch import DISPATCHERS
 from fef.pool.pool import Pool
 from fef.step import Stepper, TrainState, is_expert
@@ -83,9 +84,7 @@ def small_config(changes: dict[str, Any] | None = None) -> Config:
     """The small configuration with changes, {"model.d_model": 32, ...}; validated and frozen."""
     config = Config()
     for key, value in (SMALL | (changes or {})).items():
-        *sections, name = key.split(".")
-        section = functools.reduce(getattr, sections, config)
-        setattr(section, name, value)
+        assign(config, key, value)
     validate(config)
     freeze(config)
     return config
@@ -190,3 +189,16 @@ def assert_close(tree: Any, expected: Any, tolerance: float = 1e-5) -> None:
     for path, leaf in tree.items():
         scale = max(1.0, float(np.abs(expected[path]).max(initial=0)))
         np.testing.assert_allclose(leaf, expected[path], rtol=0, atol=tolerance * scale, err_msg=path)
+
+
+def echo(state: TrainState) -> TrainState:
+    """Parameters of a dense model that repeats the last token: with blocks that add nothing, the logits are the
+    products of the last token's embedding with all others."""
+
+    def change(path: tuple, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if "embedding" in name:
+            return leaf / jnp.linalg.norm(leaf, axis=-1, keepdims=True) * 100
+        return leaf if "norm" in name else leaf * 0
+
+    return jax.tree_util.tree_map_with_path(change, state)

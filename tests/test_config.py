@@ -10,7 +10,7 @@ import pytest
 import fef.config
 import fef.validation
 from configs import dense, small, tiny
-from fef.config import GONE, Config, ConfigError, Section, UserError, knob
+from fef.config import GONE, Config, ConfigError, Section, UserError, assign, knob
 from fef.dispatch import DISPATCHERS
 from fef.registry import Registry
 from fef.routing import ROUTERS
@@ -18,18 +18,11 @@ from fef.routing import ROUTERS
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def set_key(config, key, value):
-    *sections, name = key.split(".")
-    for section in sections:
-        config = getattr(config, section)
-    setattr(config, name, value)
-
-
 def changed(**values):
     """Config() with e.g. model__d_model=64."""
     config = Config()
     for key, value in values.items():
-        set_key(config, key.replace("__", "."), value)
+        assign(config, key.replace("__", "."), value)
     return config
 
 
@@ -73,10 +66,10 @@ def test_every_choice_can_be_selected_and_another_word_cannot():
     for key, field in fields:
         for choice in field.metadata["choices"]:
             config = Config()
-            set_key(config, key, choice)
+            assign(config, key, choice)
             fef.config.check_fields(config)
         config = Config()
-        set_key(config, key, "nonsense")
+        assign(config, key, "nonsense")
         with pytest.raises(ConfigError, match=f"config.{key}='nonsense': must be one of .*{choice}"):
             fef.config.check_fields(config)
 
@@ -127,7 +120,7 @@ def test_every_number_has_a_range_or_a_reason():
 )
 def test_a_bad_value_names_key_value_and_remedy(key, value, words):
     config = Config()
-    set_key(config, key, value)
+    assign(config, key, value)
     with pytest.raises(ConfigError, match=words) as caught:
         fef.validation.validate(config)
     assert "\n" not in str(caught.value)
@@ -183,7 +176,7 @@ def test_resume_lists_changed_run_fields():
 )
 def test_resume_refuses_changed_model_and_data_fields(key, value, words):
     new = Config()
-    set_key(new, key, value)
+    assign(new, key, value)
     with pytest.raises(ConfigError, match=words):
         fef.config.resume_changes(stored(Config()), new)
 

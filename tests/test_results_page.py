@@ -2,11 +2,12 @@
 
 import browser
 import pytest
+from needs import needs_chromium
 from result_rows import grid_row, training_row, write
 
 from experiments import render, tables
 
-pytestmark = pytest.mark.skipif(browser.find() is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = needs_chromium
 
 DISPATCHERS = ("all_to_all", "all_to_all:form=shifted", "all_gather", "pooled", "fluid:mode=tokens", "fluid",
                "fluid:cost=bytes:deduplicate=False:room=8")  # fmt: skip

@@ -1,9 +1,7 @@
 """Text from a model, byte by byte."""
 
-import jax
-import jax.numpy as jnp
 import pytest
-from small import fast_compilation, small_config  # noqa: F401
+from small import echo, fast_compilation, small_config  # noqa: F401
 
 from fef import sharding
 from fef.sample import sample
@@ -15,19 +13,6 @@ def dense():
     config = small_config({"moe.every": 0, "mesh.devices": 2, "model.vocab_size": 300})
     stepper = Stepper(config, sharding.make_mesh(2))
     return stepper, stepper.init()
-
-
-def echo(state):
-    """Parameters of a model that repeats the last byte: with blocks that add nothing, the logits are the products of
-    the last byte's embedding with all others."""
-
-    def change(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if "embedding" in name:
-            return leaf / jnp.linalg.norm(leaf, axis=-1, keepdims=True) * 100
-        return leaf if "norm" in name else leaf * 0
-
-    return jax.tree_util.tree_map_with_path(change, state)
 
 
 def test_the_next_byte_follows_the_last_one_also_beyond_the_window(dense):

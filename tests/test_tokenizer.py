@@ -4,12 +4,10 @@ import functools
 import hashlib
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from small import fast_compilation, small_config  # noqa: F401
+from small import echo, fast_compilation, small_config  # noqa: F401
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from fef import sharding
@@ -163,18 +161,6 @@ def test_ids_with_gaps_count_up_to_the_largest(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "gaps.json"))
     [tokens], _ = tokenizer.encode([b"a b b"])
     assert tokenizer.vocab_size == 70_001 and tokens.tolist() == [0, 70_000, 70_000]
-
-
-def echo(state):
-    """Parameters of a model that repeats the last token: blocks add nothing, and an embedding is most like itself."""
-
-    def change(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if "embedding" in name:
-            return leaf / jnp.linalg.norm(leaf, axis=-1, keepdims=True) * 100
-        return leaf if "norm" in name else leaf * 0
-
-    return jax.tree_util.tree_map_with_path(change, state)
 
 
 def test_sampling_draws_tokens_and_gives_text(path):

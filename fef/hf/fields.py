@@ -8,6 +8,7 @@ import pathlib
 from typing import Any, NoReturn
 
 from fef.config import UserError
+from fef.rope import growth
 
 # They change neither the function nor its training in fef.
 HARMLESS = {
@@ -90,7 +91,7 @@ def _yarn(said: dict[str, Any], scores_scaled: bool) -> dict[str, Any]:
     mscale, mscale_all_dim = said.get("mscale"), said.get("mscale_all_dim")
     attention_factor = said.get("attention_factor")
     if attention_factor is None and mscale and mscale_all_dim:
-        attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        attention_factor = growth(factor, mscale) / growth(factor, mscale_all_dim)
     return {
         "model.yarn.factor": factor,
         "model.yarn.original_len": int(said["original_max_position_embeddings"]),
@@ -98,12 +99,8 @@ def _yarn(said: dict[str, Any], scores_scaled: bool) -> dict[str, Any]:
         "model.yarn.beta_slow": float(said.get("beta_slow") or 1),
         "model.yarn.truncate": bool(said.get("truncate", True)),
         "model.yarn.attention_factor": None if attention_factor is None else float(attention_factor),
-        "model.yarn.score_factor": _mscale(factor, mscale_all_dim) ** 2 if scores_scaled and mscale_all_dim else 1.0,
+        "model.yarn.score_factor": growth(factor, mscale_all_dim) ** 2 if scores_scaled and mscale_all_dim else 1.0,
     }
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1
 
 
 def write_rope(model: Any) -> dict[str, Any]:

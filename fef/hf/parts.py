@@ -37,20 +37,6 @@ def write_llama(config: Config) -> dict[str, Any]:
     return fields | {"hidden_act": "silu", "rope_parameters": write_rope(config.model)}
 
 
-def read_softmax_gate(fields: Fields, renormalise: bool) -> dict[str, Any]:
-    """A softmax over all experts, of which the K best count; `renormalise`: divided by their sum."""
-    num_choices = fields.need("num_experts_per_tok")
-    if renormalise and num_choices == 1:
-        fields.refuse("num_experts_per_tok", 1, "a single renormalised weight is always 1; fef keeps its probability")
-    return {
-        "moe.num_choices": num_choices,
-        "moe.router": "top_k",
-        "routing.top_k.renormalise": renormalise,
-        "routing.top_k.balance_coef": float(fields.need("router_aux_loss_coef")),
-        "routing.top_k.z_coef": 0.0,
-    }
-
-
 def same(leaf: str, tensor: str, *shape: int) -> Part:
     """An array that is a tensor."""
     return Part((leaf,), {tensor: shape}, lambda tensors: tensors, lambda arrays: arrays)

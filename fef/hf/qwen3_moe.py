@@ -6,29 +6,18 @@ Source: Qwen Team, "Qwen3 Technical Report", 2025, section 2; `Qwen3MoeForCausal
 from typing import Any
 
 from fef.config import Config, head_dim, moe_layers
-from fef.hf import FAMILIES, Part
+from fef.hf import FAMILIES
 from fef.hf.fields import Fields
-from fef.hf.parts import (
-    attention,
-    gate,
-    norms,
-    outside_of_layers,
-    places_of_experts,
-    read_llama,
-    read_softmax_gate,
-    swiglu,
-    swiglu_experts,
-    write_llama,
-)
+from fef.hf.llama_moe import LlamaMoe
+from fef.hf.parts import places_of_experts, read_llama, write_llama
 
 
 @FAMILIES.register("qwen3_moe")
-class Qwen3Moe:
+class Qwen3Moe(LlamaMoe):
     """See the module."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    router = "top_k"
 
     def read(self, fields: Fields) -> dict[str, Any]:
         window = fields.get("sliding_window", default=0) if fields.get("use_sliding_window", default=False) else 0
@@ -43,7 +32,7 @@ class Qwen3Moe:
             **self._places(fields),
             "moe.num_experts": fields.need("num_experts", "num_local_experts"),
             "moe.d_expert": fields.need("moe_intermediate_size"),
-            **read_softmax_gate(fields, renormalise=fields.need("norm_topk_prob")),
+            **self.read_gate(fields, renormalise=fields.need("norm_topk_prob")),
         }
 
     def _places(self, fields: Fields) -> dict[str, int]:
@@ -66,23 +55,7 @@ class Qwen3Moe:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [i for i, is_moe in enumerate(moe_layers(config)) if not is_moe],
             "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.num_choices,
             "moe_intermediate_size": moe.d_expert,
             "norm_topk_prob": config.routing.top_k.renormalise,
-            "router_aux_loss_coef": config.routing.top_k.balance_coef,
+            **self.write_gate(config),
         }
-
-    def parts(self, config: Config) -> list[Part]:
-        parts = outside_of_layers(config)
-        for i, is_moe in enumerate(moe_layers(config)):
-            tensor = f"model.layers.{i}.mlp"
-            parts += norms(i, config) + attention(i, config)
-            if is_moe:
-                parts.append(gate(i, f"{tensor}.gate.weight", config))
-                parts += swiglu_experts(i, f"{tensor}.experts", config, ("gate_proj", "up_proj", "down_proj"))
-            else:
-                parts += swiglu(f"dense.runs.{i}.ffn", tensor, config.model.d_model, config.model.d_ff)
-        return parts
-
-    def is_beside_the_model(self, tensor: str, config: Config) -> bool:
-        return tensor.endswith("rotary_emb.inv_freq")

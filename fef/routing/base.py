@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fef.config import ConfigError
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import LinearGate, gate_entropy, gate_logits, token_choice
+from fef.routing.gate import LinearGate, check_just, gate_entropy, gate_logits, token_choice
 
 _FAR = 2**29  # beyond all path lengths, and twice of it still an int32
 
@@ -43,12 +42,7 @@ class Base(LinearGate):
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        if self.num_choices != 1:
-            raise ConfigError(
-                "moe.num_choices",
-                self.num_choices,
-                "base assigns each token to one expert; set config.moe.num_choices=1 or config.moe.router=sinkhorn",
-            )
+        check_just(self.num_choices, 1, "base assigns each token to one expert", instead="sinkhorn")
         super().__post_init__()
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:

@@ -1,4 +1,4 @@
-"""What the schemes with a linear gate share: fields, parameters, logits, entropy, weights, counts, the Assignment."""
+"""What schemes share: fields, a linear gate's parameters, logits, entropy and weights, counts, the Assignment."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from fef.routing import Assignment
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearGate:
-    """Fields, checks, parameters and (no) state of a scheme with a gate (D, E); it overrides what it has otherwise.
+class Gateless:
+    """Fields and checks of a scheme without parameters and without a state; it overrides what it has otherwise.
 
     A scheme gives `options` its type and a default, and is a frozen dataclass itself.
 
@@ -30,10 +30,18 @@ class LinearGate:
         check_choices(self.num_experts, self.num_choices, self.options)
 
     def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
+        return {}
 
     def init_state(self) -> Any:
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearGate(Gateless):
+    """The same with a gate (D, E)."""
+
+    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
+        return {"gate_DE": init_gate(key, d_model, self.num_experts)}
 
 
 def init_gate(key: jax.Array, d_model: int, num_experts: int) -> jax.Array:
@@ -113,6 +121,19 @@ def token_choice(
     )
 
 
+def equal_choice(expert_BSK: jax.Array, mask_BS: jax.Array, num_experts: int) -> Assignment:
+    """The Assignment of a scheme without a gate: K experts (B, S, K) int32 of weight 1 / K each, nothing dropped."""
+    return token_choice(
+        expert_BSK,
+        jnp.full(expert_BSK.shape, 1 / expert_BSK.shape[-1], jnp.float32),
+        jnp.broadcast_to(mask_BS[..., None], expert_BSK.shape),
+        mask_BS,
+        num_experts=num_experts,
+        entropy_BS=jnp.zeros(mask_BS.shape),
+        aux_loss=jnp.float32(0),
+    )
+
+
 def sigmoid_weights(log_scores_BSE: jax.Array, expert_BSK: jax.Array, *, normalise: bool) -> jax.Array:
     """Scores (B, S, K) of the chosen experts from their logarithms; divided by their sum if asked and K > 1."""
     log_scores_BSK = jnp.take_along_axis(log_scores_BSE, expert_BSK, axis=-1)
@@ -132,3 +153,17 @@ def check_choices(num_experts: int, num_choices: int, options: Any) -> None:
     if not 1 <= num_choices <= num_experts:
         raise ConfigError("moe.num_choices", num_choices, f"must be between 1 and moe.num_experts={num_experts}")
     check_fields(options)
+
+
+def check_just(num_choices: int, wanted: int, why: str, instead: str) -> None:
+    """Refuses another K than a scheme is made for.
+
+    Args:
+      why: what the scheme does with a token. instead: a scheme for other K.
+
+    Raises:
+      ConfigError: naming the key, the value and the remedy.
+    """
+    if num_choices != wanted:
+        remedy = f"set config.moe.num_choices={wanted} or config.moe.router={instead}"
+        raise ConfigError("moe.num_choices", num_choices, f"{why}; {remedy}")

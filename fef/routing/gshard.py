@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fef.config import ConfigError, knob
+from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.capacity import expert_capacity, overflow_knob, within_capacity
-from fef.routing.gate import LinearGate, count_by_expert, gate_entropy, gate_logits, token_choice
+from fef.routing.gate import LinearGate, check_just, count_by_expert, gate_entropy, gate_logits, token_choice
 from fef.routing.losses import aux_loss_share
 
 
@@ -58,12 +58,7 @@ class GShard(LinearGate):
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        if self.num_choices != 2:
-            raise ConfigError(
-                "moe.num_choices",
-                self.num_choices,
-                "gshard gives a token two experts; set config.moe.num_choices=2 or config.moe.router=top_k",
-            )
+        check_just(self.num_choices, 2, "gshard gives a token two experts", instead="top_k")
         super().__post_init__()
 
     @property

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import check_choices, token_choice
+from fef.routing.gate import Gateless, equal_choice
 
 
 @ROUTERS.register("hash")
 @dataclasses.dataclass(frozen=True)
-class Hash:
+class Hash(Gateless):
     """Dropless routing by token id; no gate. A `MoeLayer` must be given the ids, or all tokens go the way of id 0.
 
     Raises:
@@ -44,18 +44,7 @@ class Hash:
     causal = True
     equivariant = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
-
-    def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {}
-
-    def init_state(self) -> Any:
-        return {}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         num_experts, num_choices = self.num_experts, self.num_choices
@@ -65,16 +54,7 @@ class Hash:
         order_BSE = jnp.argsort(mix(block_BS1 ^ jnp.arange(num_experts, dtype=jnp.uint32)[None, None]), axis=-1)
         places_BSK = (place_BS[..., None] + jnp.arange(num_choices)[None, None]) % num_experts
         expert_BSK = jnp.take_along_axis(order_BSE, places_BSK, axis=-1)
-        assignment = token_choice(
-            expert_BSK,
-            jnp.full(expert_BSK.shape, 1 / num_choices, jnp.float32),
-            jnp.broadcast_to(ctx.mask_BS[..., None], expert_BSK.shape),
-            ctx.mask_BS,
-            num_experts=num_experts,
-            entropy_BS=jnp.zeros(ctx.mask_BS.shape),  # there is no gate
-            aux_loss=jnp.float32(0),
-        )
-        return assignment, {}
+        return equal_choice(expert_BSK, ctx.mask_BS, num_experts), {}
 
 
 def mix(word: jax.Array) -> jax.Array:

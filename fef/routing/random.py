@@ -17,12 +17,12 @@ import jax.numpy as jnp
 
 from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import check_choices, token_choice
+from fef.routing.gate import Gateless, equal_choice
 
 
 @ROUTERS.register("random")
 @dataclasses.dataclass(frozen=True)
-class Random:
+class Random(Gateless):
     """Dropless routing by chance; no gate, nothing is learned.
 
     Raises:
@@ -35,18 +35,7 @@ class Random:
 
     causal = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
-
-    def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {}
-
-    def init_state(self) -> Any:
-        return {}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         (batch, seq_len), num_choices = ctx.mask_BS.shape, self.num_choices
@@ -55,13 +44,4 @@ class Random:
             key, drawn = jax.random.fold_in(jax.random.key(self.options.eval_seed), ctx.layer), 1
         lots = jax.random.uniform(key, (drawn, seq_len, self.num_experts))
         expert_BSK = jnp.broadcast_to(jax.lax.top_k(lots, num_choices)[1], (batch, seq_len, num_choices))
-        assignment = token_choice(
-            expert_BSK,
-            jnp.full(expert_BSK.shape, 1 / num_choices, jnp.float32),
-            jnp.broadcast_to(ctx.mask_BS[..., None], expert_BSK.shape),
-            ctx.mask_BS,
-            num_experts=self.num_experts,
-            entropy_BS=jnp.zeros(ctx.mask_BS.shape),  # there is no gate
-            aux_loss=jnp.float32(0),
-        )
-        return assignment, {}
+        return equal_choice(expert_BSK, ctx.mask_BS, self.num_experts), {}

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fef.config import ConfigError, knob
+from fef.config import knob
 from fef.routing import ROUTERS, Assignment, RouterContext
 from fef.routing.capacity import expert_capacity, overflow_knob, within_capacity
-from fef.routing.gate import LinearGate, count_by_expert, gate_entropy, gate_logits, token_choice
+from fef.routing.gate import LinearGate, check_just, count_by_expert, gate_entropy, gate_logits, token_choice
 from fef.routing.losses import aux_loss_share
 
 
@@ -50,12 +50,7 @@ class Switch(LinearGate):
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        if self.num_choices != 1:
-            raise ConfigError(
-                "moe.num_choices",
-                self.num_choices,
-                "switch sends each token to one expert; set config.moe.num_choices=1 or config.moe.router=top_k",
-            )
+        check_just(self.num_choices, 1, "switch sends each token to one expert", instead="top_k")
         super().__post_init__()
 
     @property

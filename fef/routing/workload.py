@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from fef.config import ConfigError, knob
 from fef.registry import nearest
 from fef.routing import ROUTERS, Assignment, RouterContext
-from fef.routing.gate import check_choices, token_choice
+from fef.routing.gate import Gateless, equal_choice
 from fef.testing.workloads import OF_EXPERTS, is_of_experts, is_workload, popularity_by_step
 
 
 @ROUTERS.register("workload")
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class Workload(Gateless):
     """The expert loads of an imbalance workload, whatever the tokens are; no gate, nothing is learnt.
 
     Raises:
@@ -43,24 +43,16 @@ class Workload:
 
     causal = True
 
-    num_experts: int
-    num_choices: int
     options: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        check_choices(self.num_experts, self.num_choices, self.options)
+        super().__post_init__()
         name, key = self.options.name, "routing.workload.name"
         if not is_workload(name):
             raise ConfigError(key, name, f"unknown workload{nearest(name, list(OF_EXPERTS))}")
         if not is_of_experts(name):
             known = ", ".join(OF_EXPERTS)
             raise ConfigError(key, name, f"is uneven between members, on which no routing may depend; use {known}")
-
-    def init(self, key: jax.Array, d_model: int) -> dict[str, jax.Array]:
-        return {}
-
-    def init_state(self) -> Any:
-        return {}
 
     def __call__(self, params: dict[str, jax.Array], x_BSD: jax.Array, ctx: RouterContext) -> tuple[Assignment, Any]:
         (batch, seq_len), num_choices = ctx.mask_BS.shape, self.num_choices
@@ -73,16 +65,7 @@ class Workload:
         turns_BSK = _take_turns(turn_key, self.num_experts, drawn, seq_len, num_choices)
         is_even = jnp.asarray((popularity_PE == 1).all(1))[phase]
         expert_BSK = jnp.broadcast_to(jnp.where(is_even, turns_BSK, drawn_BSK), (batch, seq_len, num_choices))
-        assignment = token_choice(
-            expert_BSK,
-            jnp.full(expert_BSK.shape, 1 / num_choices, jnp.float32),
-            jnp.broadcast_to(ctx.mask_BS[..., None], expert_BSK.shape),
-            ctx.mask_BS,
-            num_experts=self.num_experts,
-            entropy_BS=jnp.zeros(ctx.mask_BS.shape),  # there is no gate
-            aux_loss=jnp.float32(0),
-        )
-        return assignment, {}
+        return equal_choice(expert_BSK, ctx.mask_BS, self.num_experts), {}
 
 
 def _draw(key: jax.Array, log_popularity_E: jax.Array, batch: int, seq_len: int, num_choices: int) -> jax.Array:
