@@ -1,7 +1,8 @@
 // What becomes of this process when another host dies.
 //
 // An operation of the pool that needs the dead host fails, and Python is told. But a program may be inside a collective
-// of XLA, where nothing can be raised: then this process ends, with one line that names the dead.
+// of XLA, where nothing can be raised: then this process ends, with one line that names the dead. JAX's own abort, which
+// names nobody, is held back for as long as that takes.
 #ifndef FEF_LIVENESS_H_
 #define FEF_LIVENESS_H_
 
@@ -15,6 +16,8 @@ constexpr int kExitPeerLost = 75;  // EX_TEMPFAIL of sysexits.h: start the job a
 
 class Liveness {
  public:
+  // From now on an abort waits for the death of a host to be known and told, at most 1.5 s when none is.
+  static void HoldAborts();
   // Ends the process soon unless a pool operation reports the loss and Disarm() follows.
   void OnDeath(const std::string& who);
   // A pool operation has failed for the loss of a host: the program has some more time to end.

@@ -8,6 +8,7 @@ namespace fef {
 
 Pool::Pool(PoolOptions options) : options_(std::move(options)) {
   if (options_.membership.num_hosts == 1) return;
+  Liveness::HoldAborts();
   fabric_ = std::make_unique<Fabric>(
       options_.membership, options_.window,
       Fabric::Receiver{[this](const Message& message, const std::string& payload, Descriptor fd) {

@@ -166,7 +166,7 @@ class Pool:
         try:
             with contextlib.suppress(RuntimeError):  # from Python 3.12 on, no thread starts at exit
                 cut_off.start()
-                _let_programs_end(self.mesh)
+                _let_programs_end()
         finally:
             cut_off.cancel()
             self._refused = self.refused
@@ -217,14 +217,14 @@ class Pool:
         return number.value
 
 
-def _let_programs_end(mesh: Mesh) -> None:
+def _let_programs_end() -> None:
     """Waits for programs with side effects, which all that publish have."""
     try:
         jax.effects_barrier()
     except Exception:
         # Whoever uses the program's result is told. JAX would tell once more, in a traceback at exit, unless the last
         # program with a side effect on each device is one that succeeded.
-        for device in mesh.local_devices:
+        for device in jax.local_devices():
             with contextlib.suppress(Exception), jax.default_device(device):
                 jax.jit(lambda: jax.debug.callback(lambda: None))()
 

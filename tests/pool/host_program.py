@@ -99,6 +99,13 @@ def read_for_ever(mesh, pool):
             say("step", number)
 
 
+def abort(mesh, pool):
+    """Host 1 dies of a fault of its own, while the others need it."""
+    if jax.process_index() == 1:
+        os.abort()
+    read_for_ever(mesh, pool)
+
+
 def read_what_was_not_fetched_ahead(mesh, pool):
     """Reads without any collective, when it is told to: only the pool can notice what became of the others."""
     published, get = Blocks(mesh, pool).publish_what_is_not_fetched_ahead()

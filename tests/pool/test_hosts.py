@@ -110,6 +110,13 @@ def test_a_host_that_is_killed_is_named_by_the_others(start, transport, number):
         assert "Traceback" not in err
 
 
+def test_a_host_that_aborts_does_so_and_is_named_by_the_other(start):
+    other, victim = start("abort", "tcp")
+    assert victim.end()[0] == -signal.SIGABRT
+    status, err = other.end()
+    assert status == 75 and re.search(GONE, err), err
+
+
 def stop(host):
     """Returns when none of its threads runs any more."""
     host.process.send_signal(signal.SIGSTOP)
