@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     cells = [_cell(text) for text in values.cells]
     for name in values.workloads:
         if not is_workload(name):
-            raise UserError(f"--workloads: {name!r}: there are {', '.join([*WORKLOADS, 'zipf:S'])}")
+            raise UserError(f"--workloads: {name!r}: there are {', '.join([*WORKLOADS, 'zipf:S', 'trace:PATH'])}")
     jax.config.update("jax_platforms", "cpu")
     pool_config = PoolConfig(relay=values.relay)
     startup.prepare(values.members, deadline_s=pool_config.deadline_s)

@@ -28,7 +28,10 @@ from experiments import grid_sheets, rows_file
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
-SOURCES = (*rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh")
+SOURCES = (
+    *rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh",
+    "configs/compare/*.npz",
+)  # fmt: skip
 CELL_TIMEOUT_S = 3600.0
 GRACE_S = 10.0
 

@@ -172,6 +172,22 @@ class Trace:
             raise UserError(f"{self.path}: step {step} is missing or damaged ({error}); record it again") from error
 
 
+def last_step(path: str | os.PathLike) -> tuple[TraceHeader, dict[str, np.ndarray]]:
+    """The newest step of a file, whatever run it was: its header, and the arrays (L, N) as of `Trace.step`.
+
+    Raises:
+      UserError: not a trace, or damaged.
+    """
+    try:
+        header = TraceHeader(**_read_header(pathlib.Path(path)))
+    except TypeError as error:
+        raise UserError(f"{path}: not a file of recorded assignments ({error})") from error
+    trace = Trace(path, header)
+    if not trace.steps:
+        raise UserError(f"{path}: has no steps; record some")
+    return header, trace.step(trace.steps[-1])
+
+
 def replay_assignment(live: Assignment, recorded: Mapping[str, jax.Array], mask_BS: jax.Array) -> Assignment:
     """The recorded assignment, with the gate still in training.
 

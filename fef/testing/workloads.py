@@ -14,6 +14,7 @@ They let every dispatcher be tested and timed on the same assignments without tr
 | W7 | burst | balanced, but every fourth step is as W1 |
 | - | one_hot_expert | one expert has 40 % of the assignments, as far as a token has it once |
 | - | zipf:S | the expert of rank i, 1 to E, is popular in proportion to 1 / i**S; zipf:0 is balanced |
+| - | trace:PATH | what a router chose: the last step of a recording (`config.routing.record`), in its first MoE layer |
 
 Source of W0 to W7: the imbalance suite proposed in NVIDIA/Megatron-LM pull request 7488. Numpy only; equal arguments
 give equal arrays. Shape letters: R members, T tokens of a member, N = T*K assignments, E experts, K choices.
@@ -24,15 +25,17 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fef.config import UserError
 from fef.pool.table import ExpertTable
 from fef.registry import nearest
 from fef.routing import Assignment
+from fef.testing.traces import last_step
 
 HOT = 16.0  # popularity of a hot expert, that of the others being 1
 HOT_SHARE = 0.4  # of all assignments, of the one hot expert
 MOST_TOKENS = 0.95  # that may choose it
 BURST_EVERY = 4  # steps
-ZIPF = "zipf:"
+ZIPF, TRACE = "zipf:", "trace:"
 MOST_ZIPF = 10.0  # beyond it nobody but the first is chosen, unless K forces it
 
 
@@ -49,7 +52,8 @@ def workload(
     """The assignments of all members in one training step.
 
     Args:
-      name: one of WORKLOADS, or zipf:S with a number S from 0 to 10.
+      name: one of WORKLOADS, zipf:S with a number S from 0 to 10, or trace:PATH, of which the members take the first
+        R*T tokens, the same in every step.
       num_members: R; experts are homed as `fef.pool.table.ExpertTable` does.
       tokens_per_member: T, places for tokens on each member.
       num_experts: E.
@@ -64,25 +68,30 @@ def workload(
 
     Raises:
       ValueError: an unknown name, or K outside [1, E].
+      UserError: the trace cannot be read, is of other experts or choices, has too few tokens or has dropped some.
     """
     if not is_workload(name):
         raise ValueError(f"unknown workload {name!r}{nearest(name, list(WORKLOADS))}")
     if not 1 <= num_choices <= num_experts:
         raise ValueError(f"num_choices={num_choices} must be between 1 and num_experts={num_experts}")
+    shape = (num_members, tokens_per_member)
+    if name.startswith(TRACE):
+        expert_RTK, weight_RTK = _of_trace(name.removeprefix(TRACE), shape, num_experts, num_choices)
+        return _assignment(expert_RTK, weight_RTK, np.ones(shape, bool), num_experts)
     popularity_E, num_tokens_R = _maker(name)(num_members, tokens_per_member, num_experts, num_choices, step, seed)
     random = np.random.default_rng([seed, step])
-    shape = (num_members, tokens_per_member)
     if np.all((popularity_E == 1) | (popularity_E == 0)):
         expert_RTK = _take_turns(random, np.flatnonzero(popularity_E), shape, num_choices)
     else:
         expert_RTK = _draw(random, popularity_E, shape, num_choices)
     valid_RT = np.arange(tokens_per_member) < num_tokens_R[:, None]
-    return _assignment(random, expert_RTK, valid_RT, num_experts)
+    weight_RTK = random.uniform(0.5, 1.5, expert_RTK.shape)
+    return _assignment(expert_RTK, weight_RTK, valid_RT, num_experts)
 
 
 def is_workload(name: str) -> bool:
     """Whether there is a workload of this name."""
-    return name in WORKLOADS or _zipf_exponent(name) is not None
+    return name in WORKLOADS or _zipf_exponent(name) is not None or name.startswith(TRACE)
 
 
 def is_of_experts(name: str) -> bool:
@@ -99,11 +108,27 @@ def _zipf_exponent(name: str) -> float | None:
     return exponent if 0 <= exponent <= MOST_ZIPF else None
 
 
-def _assignment(
-    random: np.random.Generator, expert_RTK: np.ndarray, valid_RT: np.ndarray, num_experts: int
-) -> Assignment:
+def _of_trace(path: str, shape: tuple[int, int], num_experts: int, num_choices: int) -> tuple[np.ndarray, np.ndarray]:
+    """(R, T, K): the experts and weights of the first tokens of a recording."""
+    header, arrays_LN = last_step(path)
+    if (header.num_experts, header.num_choices) != (num_experts, num_choices):
+        raise UserError(
+            f"{path}: recorded with {header.num_experts} experts and {header.num_choices} choices, asked for "
+            f"{num_experts} and {num_choices}; record a run that has as many"
+        )
+    num_tokens, there = shape[0] * shape[1], header.batch_size * header.seq_len
+    if there < num_tokens:
+        raise UserError(f"{path}: has {there} tokens, {shape[0]} members of {shape[1]} need {num_tokens}; record more")
+    first_N = {name: array_LN[0, : num_tokens * num_choices] for name, array_LN in arrays_LN.items()}
+    every_choice_N = np.repeat(np.arange(num_tokens), num_choices)
+    if not np.array_equal(first_N["token_N"], every_choice_N) or not first_N["valid_N"].all():
+        raise UserError(f"{path}: has not all choices of every token; record a router that drops and pads nothing")
+    expert_RTK, weight_RTK = (first_N[name].reshape(*shape, num_choices) for name in ("expert_N", "weight_N"))
+    return expert_RTK, weight_RTK
+
+
+def _assignment(expert_RTK: np.ndarray, weight_RTK: np.ndarray, valid_RT: np.ndarray, num_experts: int) -> Assignment:
     num_members, num_tokens, num_choices = expert_RTK.shape
-    weight_RTK = random.uniform(0.5, 1.5, expert_RTK.shape)
     weight_RTK = weight_RTK / weight_RTK.sum(-1, keepdims=True) * valid_RT[..., None]
     expert_RN = expert_RTK.reshape(num_members, -1).astype(np.int32)
     valid_RN = np.repeat(valid_RT, num_choices, axis=1)

@@ -1,8 +1,12 @@
+import re
+
 import jax
 import numpy as np
 import pytest
 
+from fef.config import UserError
 from fef.pool.table import ExpertTable
+from fef.testing.traces import TraceHeader, TraceWriter
 from fef.testing.workloads import BURST_EVERY, HOT, OF_EXPERTS, WORKLOADS, popularity_by_step, workload
 
 SHAPES = [(4, 64, 8, 2), (1, 32, 4, 1), (4, 16, 3, 3), (8, 24, 5, 2), (2, 16, 1, 1)]  # R, T, E, K
@@ -145,3 +149,51 @@ def test_some_workloads_are_a_popularity_of_experts_that_comes_again(name):
         popularity_PE = popularity_by_step(name, 6, 2, seed=3)
         for step, of_step in enumerate(given):
             np.testing.assert_array_equal(popularity_PE[step % len(popularity_PE)], of_step[0][0])
+
+
+def recording(path, valid=True):
+    """Two sequences of 4 tokens with 2 of 4 experts each, in the second of two steps and the first of two layers."""
+    expert_LN = np.array([[0, 1, 2, 3, 0, 2, 1, 3, 3, 0, 1, 2, 2, 3, 0, 1], [0, 1] * 8])
+    arrays = {
+        "token_N": np.tile(np.repeat(np.arange(8), 2), (2, 1)), "expert_N": expert_LN,
+        "weight_N": np.tile([0.75, 0.25], (2, 8)), "valid_N": np.full((2, 16), True),
+    }  # fmt: skip
+    arrays["valid_N"][0, 5] = valid
+    with TraceWriter(path, TraceHeader("top_k", 2, 2, 4, 4, 2)) as writer:
+        writer.append(6, arrays | {"expert_N": np.tile([0, 1], (2, 8))})
+        writer.append(7, arrays)
+    return f"trace:{path}"
+
+
+def test_a_trace_is_what_a_router_chose(tmp_path):
+    of_two = workload(recording(tmp_path / "a.npz"), 2, 3, 4, 2)
+    np.testing.assert_array_equal(of_two.expert_N, [[0, 1, 2, 3, 0, 2], [1, 3, 3, 0, 1, 2]])
+    np.testing.assert_array_equal(of_two.token_N, [[0, 0, 1, 1, 2, 2]] * 2)
+    np.testing.assert_allclose(of_two.weight_N, [[0.75, 0.25] * 3] * 2)
+    np.testing.assert_array_equal(of_two.metrics["load_E"], [[2, 1, 2, 1], [1, 2, 1, 2]])
+    assert of_two.valid_N.all() and of_two.num_choices == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 5, 4, 2), "a.npz: has 8 tokens, 2 members of 5 need 10; record more"),
+        ((2, 4, 8, 2), "a.npz: recorded with 4 experts and 2 choices, asked for 8 and 2; record a run"),
+    ],
+)
+def test_a_trace_that_does_not_fit(tmp_path, shape, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        workload(recording(tmp_path / "a.npz"), *shape)
+
+
+def test_a_trace_with_dropped_choices(tmp_path):
+    with pytest.raises(UserError, match="a.npz: has not all choices of every token; record a router that drops"):
+        workload(recording(tmp_path / "a.npz", valid=False), 2, 4, 4, 2)
+
+
+def test_a_trace_that_is_none(tmp_path):
+    np.savez(tmp_path / "a.npz", header=np.array('{"router": "top_k"}'))
+    with pytest.raises(UserError, match="a.npz: not a file of recorded assignments"):
+        workload(f"trace:{tmp_path / 'a.npz'}", 2, 4, 4, 2)
+    with pytest.raises(UserError, match="none.npz: not a file of recorded assignments, or damaged"):
+        workload(f"trace:{tmp_path / 'none.npz'}", 2, 4, 4, 2)
