@@ -8,13 +8,18 @@ A stack of MoE layers and nothing else, x <- x + moe(x), forward, backward (dx t
 under assignments that are given (`--workloads`, of fef.testing.workloads). Expert matmuls take modelled device time and
 leave the CPU to the network; `--values` computes them too, else a stand-in shows whether every row has met its expert.
 Each of `--cells` is T:SECONDS, tokens of a member and the modelled time of a layer with the mean number of rows, a
-third of it forward. All dispatchers take turns, step by step, under one workload after the other.
+third of it forward. T:real lets the CPU compute, which the hosts share; the time of a layer is then that of its rows at
+the rate of a large GEMM, measured first, on all hosts at the same time. All dispatchers take turns, step by step, under
+one workload after the other.
 
 Utilisation and `floor`, here with this dispatcher's own bytes at the link's rate (`--nic`), are those of
 experiments/bounds.py. `wait` is the time for which the first member's device had nothing to do but to wait in the pool.
-`max loss difference` is to the first dispatcher.
+`max loss difference` is to the first dispatcher. A row in `--json` has more, of the first host: `cpu_ms`, what all
+threads of the process take in a step, and `memory`: what XLA says that the step needs, what the pool has shared with
+others, and the most that the process ever had, which is a dispatcher's own only if it is alone in `--dispatchers`.
 
-`--dispatchers` takes registered names, with options after a colon: all_to_all:form=shifted.
+`--dispatchers` takes registered names, with options after a colon: all_to_all:form=shifted. An option with a dot is a
+key of the whole configuration: pooled:pool.fetch_ahead=False.
 """
 
 import contextlib
@@ -22,7 +27,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +40,10 @@ from jax.sharding import Mesh
 from experiments import bounds
 from experiments.flags import dispatcher_words, override, parse_flags, run
 from fef import hosts, provenance, sharding, startup
-from fef.config import Config, PoolConfig, UserError
-from fef.dispatch.base import Dispatcher
+from fef.config import Config, UserError
 from fef.experts import Experts, init_experts
 from fef.fabric import calibration, cost
-from fef.fabric.measure import measure
+from fef.fabric.measure import gemm_rate, measure
 from fef.ffn import SWIGLU
 from fef.layers import make_dispatcher
 from fef.pool.ledger import WAITS, bytes_received, relays
@@ -61,7 +65,7 @@ def define(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_list(
-        "cells", ["8192:1.85", "4096:1.9", "1024:0.475", "512:0.237"], "T:SECONDS of each", flag_values=values
+        "cells", ["8192:1.85", "4096:1.9", "1024:0.475", "512:0.237"], "T:SECONDS or T:real of each", flag_values=values
     )
     flags.DEFINE_list("workloads", ["balanced"], "which experts the tokens choose", flag_values=values)
     flags.DEFINE_integer("members", 4, "R, devices over all hosts", lower_bound=1, flag_values=values)
@@ -85,22 +89,23 @@ def main(argv: list[str]) -> None:
         if not is_workload(name):
             raise UserError(f"--workloads: {name!r}: there are {', '.join([*WORKLOADS, 'zipf:S', 'trace:PATH'])}")
     jax.config.update("jax_platforms", "cpu")
-    pool_config = PoolConfig(relay=values.relay)
-    startup.prepare(values.members, deadline_s=pool_config.deadline_s)
+    startup.prepare(values.members)
     mesh = sharding.make_mesh(values.members)
     with contextlib.ExitStack() as stack:
         rows = []
-        for cell in cells:
+        for tokens, seconds in cells:
+            cell = Cell(tokens, seconds or _layer_seconds(tokens, values, mesh), is_real=seconds is None)
             stacks = []
             for name in dict.fromkeys(values.dispatchers):
+                config = _config(name, cell, values)
                 # Each has a pool of its own, which fetches ahead what this one has used.
-                pool = stack.enter_context(Pool(mesh, pool_config))
-                stacks.append(Stack(name, cell, values, mesh))
+                pool = stack.enter_context(Pool(mesh, config.pool))
+                stacks.append(Stack(name, cell, config, values, mesh))
             for workload in values.workloads:
                 for one in stacks:
                     one.begin(workload)
                 turns = [one for _ in range(WARM_UP_STEPS + values.steps) for one in stacks]
-                desc = f"T={cell[0]} {workload}"
+                desc = f"T={tokens} {workload}"
                 with tqdm.tqdm(turns, desc=desc, unit="step", disable=None if hosts.is_main() else True) as bar:
                     for one in bar:
                         one.step()
@@ -111,29 +116,49 @@ def main(argv: list[str]) -> None:
         pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _cell(text: str) -> tuple[int, float]:
+class Cell(NamedTuple):
+    """Tokens of a member, the time of a layer with the mean number of rows, and whether the CPU computes it."""
+
+    tokens: int
+    layer_s: float
+    is_real: bool
+
+
+def _cell(text: str) -> tuple[int, float | None]:
+    """Tokens, and seconds of a layer or None for real ones."""
     tokens, _, seconds = text.partition(":")
     try:
-        cell = int(tokens), float(seconds)
+        cell = int(tokens), None if seconds == "real" else float(seconds)
     except ValueError:
-        cell = (0, 0.0)
-    if cell[0] < 1 or not 0 < cell[1] < float("inf"):
-        raise UserError(f"--cells: {text!r}: write T:SECONDS, such as 4096:1.9")
+        cell = (0, None)
+    if cell[0] < 1 or not (cell[1] is None or 0 < cell[1] < float("inf")):
+        raise UserError(f"--cells: {text!r}: write T:SECONDS, such as 4096:1.9, or T:real")
     return cell
+
+
+def _layer_seconds(tokens: int, values: flags.FlagValues, mesh: Mesh) -> float:
+    """Of the rows of `tokens` at the rate of a large GEMM on the slowest host, while all compute."""
+    flops, _ = gemm_rate(mesh, SWIGLU, values.d_model, values.d_expert)
+    return _layer_flops(tokens, values) / min(hosts.gather("its rate of GEMMs", flops))
+
+
+def _layer_flops(tokens: int, values: flags.FlagValues) -> float:
+    """Forward and backward."""
+    return 3.0 * SWIGLU.flops_per_row(values.d_model, values.d_expert) * tokens * values.choices
 
 
 class Stack:
     """The layers of one cell under one dispatcher, and what its steps gave."""
 
-    def __init__(self, name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh):
-        self.name, self.values, self.mesh = name, values, mesh
-        self.tokens, self.layer_s = cell
-        self.dispatcher = _dispatcher(name, cell, values, mesh)
+    def __init__(self, name: str, cell: Cell, config: Config, values: flags.FlagValues, mesh: Mesh):
+        self.name, self.cell, self.values, self.mesh = name, cell, values, mesh
+        self.dispatcher = make_dispatcher(config, mesh)
+        self.dispatcher.check_platform("cpu")
         self.rates = None
         if self.dispatcher.needs_rates(self.dispatcher.options):
             self.rates = measure(mesh, SWIGLU, values.d_model, values.d_expert, self.dispatcher.device)
         key = jax.random.key(0)
-        shape = (values.members * self.tokens, values.d_model)
+        shape = (values.members * cell.tokens, values.d_model)
 
         def init() -> list[Experts]:
             keys = jax.random.split(key, values.layers)
@@ -144,12 +169,12 @@ class Stack:
         self.begin(values.workloads[0])
         step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
         with calibration.using(self.rates) if self.rates else contextlib.nullcontext():
-            self._step = step.lower(self.experts, self.x_TD, self.load_LE, self.assigned).compile()
+            self.compiled = step.lower(self.experts, self.x_TD, self.load_LE, self.assigned).compile()
 
     def begin(self, name: str) -> None:
         """The steps from now on are under this workload."""
         values, self.workload = self.values, name
-        of_members = workload(name, values.members, self.tokens, values.experts, values.choices)
+        of_members = workload(name, values.members, self.cell.tokens, values.experts, values.choices)
         self.num_choices = of_members.num_choices
         load_ME = np.asarray(of_members.metrics["load_E"])
         self.least_bytes = values.layers * self._least_bytes(load_ME)
@@ -160,6 +185,7 @@ class Stack:
         self.assigned = sharding.place(arrays, named(self.mesh, sharding.TOKENS))
         self.losses: list[float] = []
         self.times_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.moved_MLQP = self.waits_us_MLW = np.zeros(0)
 
     def _least_bytes(self, rows_ME: np.ndarray) -> int:
@@ -172,10 +198,11 @@ class Stack:
 
     def step(self) -> None:
         """One step, of all members together."""
-        begin = time.perf_counter()
-        self.experts, metrics = self._step(self.experts, self.x_TD, self.load_LE, self.assigned)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        self.experts, metrics = self.compiled(self.experts, self.x_TD, self.load_LE, self.assigned)
         jax.block_until_ready((self.experts, metrics))
         self.times_s.append(time.perf_counter() - begin)
+        self.cpu_s.append(time.process_time() - cpu_begin)
         self.losses.append(float(metrics["loss"]))
         self.moved_MLQP, self.waits_us_MLW = (np.asarray(metrics[k]) for k in ("moved_MLQP", "waits_us_MLW"))
 
@@ -213,18 +240,17 @@ class Stack:
         return island(self.mesh, member, specs, (sharding.TOKENS, sharding.TOKENS))(experts, x_TD, assigned)
 
 
-def _dispatcher(name: str, cell: tuple[int, float], values: flags.FlagValues, mesh: Mesh) -> Dispatcher:
-    flops = 18.0 * values.d_model * values.d_expert * cell[0] * values.choices / cell[1]
-    settings = {
-        "moe.num_experts": values.experts, "moe.num_choices": values.choices,
-        "device.flops": flops, "device.half_rows": values.half_rows, "device.values": values.values,
-    }  # fmt: skip
+def _config(name: str, cell: Cell, values: flags.FlagValues) -> Config:
+    settings = {"moe.num_experts": values.experts, "moe.num_choices": values.choices, "pool.relay": values.relay}
+    if not cell.is_real:
+        settings |= {
+            "device.flops": _layer_flops(cell.tokens, values) / cell.layer_s, "device.half_rows": values.half_rows,
+            "device.values": values.values,
+        }  # fmt: skip
     words = [f"--config.{key}={value}" for key, value in settings.items()]
     config = override(Config(), [*dispatcher_words(name), *words])
     validate(config)
-    dispatcher = make_dispatcher(config, mesh)
-    dispatcher.check_platform("cpu")
-    return dispatcher
+    return config
 
 
 def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
@@ -235,10 +261,13 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
     busiest = int(np.max(sum(of_MR.sum(1) for of_MR in received.values())))
     row = {
         "dispatcher": one.name,
-        "tokens": one.tokens,
-        "layer_s": one.layer_s,
+        "tokens": one.cell.tokens,
+        "layer_s": one.cell.layer_s,
+        "is_real": one.cell.is_real,
         "step_ms": float(np.median(one.times_s[WARM_UP_STEPS:])) * 1e3,
         "steps_ms": [t * 1e3 for t in one.times_s],
+        "cpu_ms": float(np.median(one.cpu_s[WARM_UP_STEPS:])) * 1e3,
+        "memory": _memory(one),
         "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
         "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
         "bytes": busiest,
@@ -263,6 +292,19 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
     }
 
 
+def _memory(one: Stack) -> dict[str, int]:
+    """Bytes: of XLA for the step, and of this process so far (proc_pid_status(5))."""
+    of_step: Any = one.compiled.memory_analysis()
+    kib = dict(line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+    return {
+        "arguments": of_step.argument_size_in_bytes,
+        "outputs": of_step.output_size_in_bytes - of_step.alias_size_in_bytes,  # others are arguments' memory
+        "temporaries": of_step.temp_size_in_bytes,
+        **{name: int(kib[key].split()[0]) * 1024 for name, key in _OF_PROCESS.items()},
+    }
+
+
+_OF_PROCESS = {"shared": "RssShmem", "peak": "VmHWM"}
 _SETTING = (
     "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
 )  # fmt: skip
@@ -274,7 +316,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{first['hosts']} hosts, {setting['members']} members, L={setting['layers']}, E={setting['experts']}, "
         f"K={setting['choices']}, D={setting['d_model']}, F={setting['d_expert']}, {setting['workload']}, links of "
-        f"{setting['nic']:g} Mbit/s, pool over {first['transport']}, modelled device time; median of "
+        f"{setting['nic']:g} Mbit/s, pool over {first['transport']}, "
+        f"{'computed by the CPU' if first.get('is_real') else 'modelled device time'}; median of "
         f"{setting['steps']} steps; jax {first['versions']['jax']}, commit {first['commit']}.",
         "",
         "| T | s a layer | dispatcher | step ms | utilisation | floor ms | wait ms | MB | max loss difference |",
@@ -287,7 +330,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append("| " + " | ".join([*cells, f"{row['max_loss_difference']:.1e}"]) + " |")
     lines += [
         "",
-        "`floor` is the larger of the modelled time and this dispatcher's own bytes at the link's rate, `MB` "
+        "`floor` is the larger of the device's time and this dispatcher's own bytes at the link's rate, `MB` "
         "what the busiest member receives in a step, without headers, `wait` the time for which the first member's "
         "device could only wait in the pool. The first dispatcher of a cell is what losses are compared with.",
     ]

@@ -13,6 +13,7 @@ for T*K rows at the rate of a large GEMM), `step_ms`, `bytes` (received by the b
     straggler    rows that the busiest member computes, by the mean: where tokens travel, of the experts' homes; where
                  weights do, of the members that hold the tokens. None for a dispatcher that mixes both.
     dropped      what slots of capacity factor 1.25 would drop; no dispatcher here drops anything
+    break-even   where moving weights and moving tokens cost the same, in bytes (T*) or in time
 
 Links between leaves count in none of them.
 """
@@ -24,7 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from fef.fabric.cost import CROSSINGS
+from fef.dispatch.base import UnitSizes
+from fef.fabric.cost import CROSSINGS, Layer
+from fef.ffn import SWIGLU
 from fef.pool.table import ExpertTable
 from fef.testing.workloads import workload
 
@@ -81,6 +84,49 @@ def overlapped_ms(row: dict[str, Any]) -> float:
     row_bytes = setting["layers"] * setting["d_model"] * ELEMENT_BYTES
     busiest_ms = _full_ms(row) * float(served_M.max()) / _places(row)
     return max(busiest_ms, _on_link_ms(float(received_M.max()) * row_bytes, row))
+
+
+def break_even_rows(row: dict[str, Any]) -> float:
+    """T*: rows of one expert on one member from which on its weights are the fewer bytes."""
+    return _layer(row).break_even
+
+
+def break_even_tokens(row: dict[str, Any]) -> float:
+    """T from which on weights take less time than token rows, under balanced routing.
+
+    Weights hide under compute, token rows do not: max(c T, w) = (c + r) T, with c the device's time of a token in a
+    layer, r that of its rows on the link and w that of all remote blocks and gradients. So T = w / (c + r).
+    """
+    setting, layer = row["flags"], _layer(row)
+    remote = 1 - 1 / setting["members"]
+    token_ms = row["layer_s"] * 1e3 / row["tokens"]
+    rows_ms = _on_link_ms(setting["choices"] * remote * layer.row_bytes, row)
+    weights_ms = _on_link_ms(setting["experts"] * remote * layer.weight_bytes, row)
+    return weights_ms / (token_ms + rows_ms)
+
+
+def flop_per_byte(row: dict[str, Any]) -> float:
+    """FLOP that a device does while a byte passes its link."""
+    flops_per_s = _layer(row).flops_per_row * _places(row) / row["layer_s"]
+    return flops_per_s * _on_link_ms(1.0, row) / 1e3
+
+
+def hiding_rows(members: int, element_bytes: float, flop_per_byte: float) -> float:
+    """Rows of each expert on each member from which on weights hide under compute.
+
+    A row takes 6 P FLOP, forward and backward; a member that uses all experts receives (R - 1) / R of the blocks and of
+    its own gradients, P b bytes each.
+    """
+    return (members - 1) / members * element_bytes * flop_per_byte / 3
+
+
+def _layer(row: dict[str, Any]) -> Layer:
+    setting = row["flags"]
+    d_model, d_expert = setting["d_model"], setting["d_expert"]
+    units = UnitSizes(ELEMENT_BYTES).for_shapes(SWIGLU, d_model, d_expert)
+    return Layer(
+        ExpertTable(setting["experts"], setting["members"]), units, 3 * SWIGLU.flops_per_row(d_model, d_expert)
+    )
 
 
 def _sent_MH(row: dict[str, Any]) -> np.ndarray:

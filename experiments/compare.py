@@ -24,7 +24,7 @@ from typing import Any
 import tqdm
 from absl import flags
 
-from experiments import grid_sheets, rows_file
+from experiments import grid_tables, rows_file
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
@@ -41,17 +41,19 @@ class Grid:
     """What is combined, and what all cells share. Cells come in this order, the last axis first.
 
     Attributes:
-      networks: of experiments.launch's --lab, without the rate.
+      networks: of experiments.launch's --lab, without the rate; "none" has all members in one process instead.
       nics: rate of a host's link, Mbit/s.
       tokens: T, of a member.
       workloads: of fef.testing.workloads; all in each cell, for they share the compiled programs.
       dispatchers: as bench_stack takes them.
       us_per_token: modelled device time of a layer for a token with its K choices, microseconds; a tuple has one for
-        each of `tokens`.
+        each of `tokens`. "real": the CPU computes.
       relays: config.pool.relay.
-      hosts: with one member each.
-      experts, choices: E and K.
+      hosts: with one member each; an axis where several are given.
+      alone: whether each dispatcher has a cell of its own, so that its processes are its own.
+      layers, experts, choices: L, E and K.
       steps: timed steps of each dispatcher.
+      sheets: the tables that show it, of experiments.grid_tables.
     """
 
     networks: tuple[str, ...]
@@ -59,12 +61,15 @@ class Grid:
     tokens: tuple[int, ...]
     workloads: tuple[str, ...]
     dispatchers: tuple[str, ...]
-    us_per_token: float | tuple[float, ...]
+    us_per_token: float | str | tuple[float, ...]
     relays: tuple[str, ...] = ("auto",)
-    hosts: int = 4
+    hosts: int | tuple[int, ...] = 4
+    alone: bool = False
+    layers: int = 2
     experts: int = 8
     choices: int = 2
     steps: int = 5
+    sheets: tuple[str, ...] = ("summary",)
 
     def __post_init__(self) -> None:
         if isinstance(self.us_per_token, tuple) and len(self.us_per_token) != len(self.tokens):
@@ -72,13 +77,22 @@ class Grid:
                 f"us_per_token={self.us_per_token}: give one number, or one for each of tokens={self.tokens}"
             )
 
+        for name in self.sheets:
+            if name not in grid_tables.SHEETS:
+                raise UserError(f"sheets: {name!r}: there are {', '.join(grid_tables.SHEETS)}")
+
     @property
     def cells(self) -> list[dict[str, Any]]:
         """One dict for each combination, with what it takes from no axis."""
         given = self.us_per_token
         us_T = given if isinstance(given, tuple) else (given,) * len(self.tokens)
         us_of = dict(zip(self.tokens, us_T, strict=True))
-        axes = {"network": self.networks, "relay": self.relays, "nic": self.nics, "tokens": self.tokens}
+        axes: dict[str, tuple] = {
+            "hosts": self.hosts if isinstance(self.hosts, tuple) else (self.hosts,), "network": self.networks,
+            "relay": self.relays, "nic": self.nics, "tokens": self.tokens,
+        }  # fmt: skip
+        if self.alone:
+            axes["dispatcher"] = self.dispatchers
         cells: list[dict[str, Any]] = [
             dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
         ]
@@ -86,14 +100,18 @@ class Grid:
 
     def command(self, cell: dict[str, Any]) -> list[str]:
         """What runs a cell; it wants --json=FILE at its end."""
-        seconds = cell["tokens"] * cell["us_per_token"] * 1e-6
-        return [
-            "python", "-m", "experiments.launch", f"--hosts={self.hosts}",
+        us_per_token, dispatchers = cell["us_per_token"], (cell["dispatcher"],) if self.alone else self.dispatchers
+        layer = us_per_token if us_per_token == "real" else f"{cell['tokens'] * us_per_token * 1e-6:g}"
+        lab = [
+            "python", "-m", "experiments.launch", f"--hosts={cell['hosts']}",
             f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
-            "python", "-m", "experiments.bench_stack", f"--members={self.hosts}", f"--experts={self.experts}",
-            f"--choices={self.choices}", f"--cells={cell['tokens']}:{seconds:g}", f"--nic={cell['nic']}",
-            f"--steps={self.steps}", f"--relay={cell['relay']}", f"--workloads={','.join(self.workloads)}",
-            f"--dispatchers={','.join(self.dispatchers)}",
+        ]  # fmt: skip
+        return [
+            *(lab if cell["network"] != "none" else []),
+            "python", "-m", "experiments.bench_stack", f"--members={cell['hosts']}", f"--layers={self.layers}",
+            f"--experts={self.experts}", f"--choices={self.choices}", f"--cells={cell['tokens']}:{layer}",
+            f"--nic={cell['nic']}", f"--steps={self.steps}", f"--relay={cell['relay']}",
+            f"--workloads={','.join(self.workloads)}", f"--dispatchers={','.join(dispatchers)}",
         ]  # fmt: skip
 
 
@@ -110,7 +128,7 @@ def main(argv: list[str]) -> None:
     grid = load_grid(values.config)
     exit_on_sigterm()
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
-    print(grid_sheets.markdown(measure(grid, results, values.cell_timeout_s)))
+    print(grid_tables.markdown(measure(grid, results, values.cell_timeout_s)))
 
 
 def measure(grid: Grid, results: pathlib.Path, cell_timeout_s: float) -> list[dict[str, Any]]:
@@ -180,7 +198,7 @@ def run_cell(
     said.unlink()
     shared = {
         "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(command),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "sheets": grid.sheets, "xla_flags": os.environ.get("XLA_FLAGS", ""),
         **rows_file.here_and_now(),
     }  # fmt: skip
     return [shared | row for row in json.loads(measured.read_text())]
@@ -188,7 +206,7 @@ def run_cell(
 
 def _shared(grid: Grid) -> dict[str, Any]:
     """What tells a cell from one of another grid."""
-    return {field: getattr(grid, field) for field in ("hosts", "experts", "choices", "steps")} | {
+    return {field: getattr(grid, field) for field in ("layers", "experts", "choices", "steps")} | {
         "dispatchers": list(grid.dispatchers), "workloads": list(grid.workloads)
     }  # fmt: skip
 

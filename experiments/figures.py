@@ -86,7 +86,7 @@ def of_grid(rows: list[dict[str, Any]]) -> list[Panel]:
     """Step time: over the tokens where there are several, else over networks and routings, for each rate of links."""
     cells, names = grid_sheets.by_cell(rows), grid_sheets.dispatchers(rows)
     several = len({of_cell[0]["cell"]["tokens"] for of_cell in cells}) > 1
-    keys = ("network", "relay", "routing")
+    keys = ("hosts", "network", "relay", "routing")
     of_cells = [dict(_place(of_cell[0]), rows=of_cell) for of_cell in cells]
     varying = [key for key in keys if len({cell[key] for cell in of_cells}) > 1]
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -118,8 +118,8 @@ def _place(row: dict[str, Any]) -> dict[str, Any]:
     relay = f"relay {cell['relay']}" if "relay" in cell else ""
     network = cell["network"].replace(",", ", ")
     return {
-        "network": network, "relay": relay, "routing": row["flags"]["workload"], "nic": cell["nic"],
-        "tokens": cell["tokens"],
+        "hosts": f"{row['hosts']} hosts", "network": network, "relay": relay, "routing": row["flags"]["workload"],
+        "nic": cell["nic"], "tokens": cell["tokens"],
     }  # fmt: skip
 
 

@@ -152,9 +152,13 @@ def words_first(argv: list[str], most: int | None = None) -> tuple[list[str], li
 
 
 def dispatcher_words(name: str) -> list[str]:
-    """The flags of a dispatcher that is written as NAME or NAME:option=value:option=value."""
+    """The flags of a dispatcher that is written as NAME or NAME:option=value:option=value.
+
+    An option with a dot is a key of the whole configuration, as pool.fetch_ahead=False.
+    """
     dispatcher, *options = name.split(":")
-    return [f"--config.moe.dispatcher={dispatcher}", *(f"--config.dispatch.{dispatcher}.{text}" for text in options)]
+    keys = (text if "." in text.partition("=")[0] else f"dispatch.{dispatcher}.{text}" for text in options)
+    return [f"--config.moe.dispatcher={dispatcher}", *(f"--config.{key}" for key in keys)]
 
 
 def define_job(values: flags.FlagValues) -> None:

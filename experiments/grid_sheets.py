@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from experiments import bounds
@@ -9,6 +10,7 @@ from experiments.sheet import DASH, Cell, Head, Line, Sheet, number, word
 
 OURS = "fluid"  # of the dispatchers, what the others are compared with
 BY_BYTES = "fluid:cost=bytes"  # has the least bytes
+REAL = "real"  # us_per_token where the CPU computes
 NEEDED = (  # of a row, a point leads inwards
     "cell.network", "cell.nic", "cell.tokens", "cell.us_per_token", "cell.steps", "flags.members", "flags.layers",
     "flags.experts", "flags.choices", "flags.d_model", "flags.nic", "flags.workload", "dispatcher", "hosts", "tokens",
@@ -23,33 +25,46 @@ def caption(rows: list[dict[str, Any]]) -> str:
     """What all rows share, one line."""
     first = rows[0]
     return (
-        f"{first['hosts']} hosts with one member each, L={first['flags']['layers']}, E={first['flags']['experts']}, "
-        f"K={first['flags']['choices']}, modelled device time of {_us_per_token(rows)} a token and "
-        f"layer; medians of {first['cell']['steps']} steps in ms; jax {first['versions']['jax']}, commit "
+        f"{_hosts(rows)}, L={first['flags']['layers']}, E={first['flags']['experts']}, K={first['flags']['choices']}, "
+        f"{_device(rows)}; medians of {first['cell']['steps']} steps in ms; jax {first['versions']['jax']}, commit "
         f"{first['commit']}."
     )
 
 
-def _us_per_token(rows: list[dict[str, Any]]) -> str:
-    """The one value of all rows, or each with its tokens."""
-    tokens_of: dict[float, list[int]] = {}
+def _hosts(rows: list[dict[str, Any]]) -> str:
+    members = _listed(sorted({row["flags"]["members"] for row in rows}))
+    is_one_process = all(row["cell"]["network"] == "none" for row in rows)
+    return f"{members} members in one process" if is_one_process else f"{members} hosts with one member each"
+
+
+def _device(rows: list[dict[str, Any]]) -> str:
+    """Whose time the experts take: the one value of all rows, or each with its tokens."""
+    tokens_of: dict[float | str, list[int]] = {}
     for row in rows:
         of_value = tokens_of.setdefault(row["cell"]["us_per_token"], [])
         if row["cell"]["tokens"] not in of_value:
             of_value.append(row["cell"]["tokens"])
-    if len(tokens_of) == 1:
-        return f"{next(iter(tokens_of)):g} us"
-    return ", ".join(
-        f"{value:g} us (T = {' and '.join(f'{tokens:,}' for tokens in of_value)})"
-        for value, of_value in tokens_of.items()
-    )
+    if len(tokens_of) > 1:
+        values = (f"{value:g} us (T = {_listed(of_value)})" for value, of_value in tokens_of.items())
+        return f"modelled device time of {', '.join(values)} a token and layer"
+    (value,) = tokens_of
+    if value == REAL:
+        return "computed by the CPU"
+    return f"modelled device time of {value:g} us a token and layer"
+
+
+def _listed(values: Sequence[int]) -> str:
+    """1, 2 and 3."""
+    *others, last = (f"{value:,}" for value in values)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def by_cell(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The rows of each cell and routing, in their order."""
+    """The rows of each cell and routing, in their order; dispatchers that were measured alone come together."""
     cells: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        cells.setdefault(json.dumps([row["cell"], row["flags"]["workload"]], sort_keys=True), []).append(row)
+        cell = {key: value for key, value in row["cell"].items() if key != "dispatcher"}
+        cells.setdefault(json.dumps([cell, row["flags"]["workload"]], sort_keys=True), []).append(row)
     return list(cells.values())
 
 
@@ -58,54 +73,65 @@ def dispatchers(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["dispatcher"] for row in rows))
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """What was run, and the table by cells."""
-    return f"{caption(rows)}\n\n{summary(rows).markdown()}"
-
-
 # A line for each cell.
 
 
 def summary(rows: list[dict[str, Any]]) -> Sheet:
     """A line for each cell, with the step time of each dispatcher and how `fluid` stands among them."""
     cells, names = by_cell(rows), dispatchers(rows)
-    heads = [*PLACE, Head("floor", is_number=True), Head("overlapped", is_number=True)]
+    heads = [*place_heads(rows), Head("floor", is_number=True), Head("overlapped", is_number=True)]
     heads += [Head(name, is_number=True, is_code=True) for name in names]
     heads += [Head("ratio", is_number=True), Head("spread", is_number=True), Head("least")]
     ratios = [ratio for of_cell in cells if (ratio := _ratio(of_cell)) is not None]
     notes = [_note(ratios)] if ratios else []
-    return Sheet("Step time", heads, [_line(of_cell, names) for of_cell in cells], notes)
+    lines = [Line(_summary_cells(of_cell, names, rows), of_cell) for of_cell in cells]
+    return Sheet("Step time", heads, lines, notes)
 
 
 def _note(ratios: list[float]) -> str:
     return (
         f"`ratio`: of `{OURS}` to the best of the others; median {statistics.median(ratios):.2f}, worst "
         f"{max(ratios):.2f}, at most 1.05 in {sum(ratio <= 1.05 for ratio in ratios)} of {len(ratios)} cells. "
-        f"`spread`: its slowest step by its fastest. `floor`: the larger of the modelled time and the fewest bytes "
+        f"`spread`: its slowest step by its fastest. `floor`: the larger of the device's time and the fewest bytes "
         f"of all dispatchers at the link's rate. `overlapped`: what all_to_all could reach at best, a row for each "
         f"choice, hidden under the compute of another micro-batch. `least`: whether `cost=bytes` has moved exactly the "
         f"sum of each member's and expert's minimum of rows' and weights' bytes."
     )
 
 
-def _line(rows: list[dict[str, Any]], names: list[str]) -> Line:
+def _summary_cells(rows: list[dict[str, Any]], names: list[str], of_grid: list[dict[str, Any]]) -> list[Cell]:
     of_name = {row["dispatcher"]: row for row in rows}
     best = min(row["step_ms"] for row in rows)
-    cells = [*_place(rows[0]), number(bounds.floor_ms(rows)), number(bounds.overlapped_ms(rows[0]))]
+    cells = [*place(rows[0], of_grid), number(bounds.floor_ms(rows)), number(bounds.overlapped_ms(rows[0]))]
     for name in names:
         step_ms = of_name[name]["step_ms"] if name in of_name else None
         cells.append(Cell(step_ms, number(step_ms).text, is_strong=step_ms == best))
-    cells += [number(_ratio(rows), "{:.2f}"), number(_spread(of_name.get(OURS, {})), "{:.2f}"), _least(rows)]
-    return Line(cells, rows)
+    return [*cells, number(_ratio(rows), "{:.2f}"), number(_spread(of_name.get(OURS, {})), "{:.2f}"), _least(rows)]
 
 
-def _place(row: dict[str, Any]) -> list[Cell]:
+def place_heads(rows: list[dict[str, Any]]) -> list[Head]:
+    """The columns that say where a line was measured; of the number of hosts only if there are several."""
+    return [*([Head("hosts", is_number=True)] if _vary_in_hosts(rows) else []), *PLACE]
+
+
+def place(row: dict[str, Any], of_grid: list[dict[str, Any]]) -> list[Cell]:
+    """A row's cells of `place_heads`."""
     cell = row["cell"]
     relay = cell.get("relay", DASH)
     return [
+        *([number(row["hosts"])] if _vary_in_hosts(of_grid) else []),
         word(cell["network"]), word(relay), number(cell["nic"], "{:,}"), word(row["flags"]["workload"]),
         number(cell["tokens"], "{:,}"),
     ]  # fmt: skip
+
+
+def uses_pool(row: dict[str, Any]) -> bool:
+    """Whether its dispatcher reads from the pool, and so can wait there."""
+    return row["dispatcher"].startswith(("pooled", "fluid"))
+
+
+def _vary_in_hosts(rows: list[dict[str, Any]]) -> bool:
+    return len({row["hosts"] for row in rows}) > 1
 
 
 def _ratio(rows: list[dict[str, Any]]) -> float | None:
@@ -140,15 +166,15 @@ def moved_least(row: dict[str, Any]) -> bool:
 
 def every_row(rows: list[dict[str, Any]]) -> Sheet:
     """A line for each dispatcher of each cell, beside what it is held against."""
-    heads = [*PLACE, Head("dispatcher")]
+    heads = [*place_heads(rows), Head("dispatcher")]
     heads += [
         Head(text, is_number=True)
         for text in ("step ms", "utilisation", "floor ms", "step / floor", "overlapped ms", "wait ms", "MB")
     ]
     heads += [Head("straggler", is_number=True), Head("dropped", is_number=True)]
-    lines = [Line(_cells(row, of_cell), [row]) for of_cell in by_cell(rows) for row in of_cell]
+    lines = [Line(_cells(row, of_cell, rows), [row]) for of_cell in by_cell(rows) for row in of_cell]
     note = (
-        "`utilisation`: the modelled time of all real rows, shared out evenly, by the step. `floor` and `overlapped`: "
+        "`utilisation`: the device's time for all real rows, shared out evenly, by the step. `floor` and `overlapped`: "
         "as above. `wait`: the time for which the first member's device could only wait in the pool. `MB`: what the "
         "busiest member receives in a step, without headers. `straggler`: rows that the busiest member computes, by "
         "the mean, of dispatchers that move only tokens or only weights. `dropped`: what a capacity factor of "
@@ -157,17 +183,17 @@ def every_row(rows: list[dict[str, Any]]) -> Sheet:
     return Sheet("Every row", heads, lines, [note])
 
 
-def _cells(row: dict[str, Any], of_cell: list[dict[str, Any]]) -> list[Cell]:
+def _cells(row: dict[str, Any], of_cell: list[dict[str, Any]], of_grid: list[dict[str, Any]]) -> list[Cell]:
     floor_ms = bounds.floor_ms(of_cell)
     return [
-        *_place(row),
+        *place(row, of_grid),
         word(row["dispatcher"], is_code=True),
         number(row["step_ms"]),
         number(bounds.utilisation(row), "{:.1%}"),
         number(floor_ms),
         number(row["step_ms"] / floor_ms, "{:.2f}"),
         number(bounds.overlapped_ms(row)),
-        number(row.get("wait_ms") if row["dispatcher"].startswith(("pooled", "fluid")) else None),
+        number(row.get("wait_ms") if uses_pool(row) else None),
         number(row["bytes"] / 1e6, "{:,.1f}"),
         number(bounds.straggler(row), "{:.2f}"),
         number(bounds.dropped(row), "{:.1%}"),

@@ -23,7 +23,7 @@ from experiments import (
     bench_ffn,
     bench_pool,
     bench_stack,
-    grid_sheets,
+    grid_tables,
     rows_file,
     tables,
 )
@@ -93,7 +93,7 @@ def _table(name: str) -> str:
 
 
 def _grid(name: str) -> str:
-    return grid_sheets.markdown(_rows(name, f"compare --config=configs/compare/{name}.py"))
+    return grid_tables.markdown(_rows(name, f"compare --config=configs/compare/{name}.py"))
 
 
 def _runs(name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import figures, grid_sheets, rows_file, tables
+from experiments import figures, grid_sheets, grid_tables, rows_file, tables
 from experiments.flags import ROOT, parse_flags, run
 from experiments.results_page import Part, page
 from experiments.sheet import provenance
@@ -73,10 +73,9 @@ def _part(path: pathlib.Path) -> Part:
         return Part(name, question, tables.caption(table, rows), sheets, every_run, figures.of_training(sheets))
     _check(path, rows, grid_sheets.NEEDED)
     question = _question(ROOT / f"configs/compare/{name}.py")
-    sheets = [grid_sheets.summary(rows)]
-    return Part(
-        name, question, grid_sheets.caption(rows), sheets, grid_sheets.every_row(rows), figures.of_grid(rows)
-    )  # fmt: skip
+    every_row = grid_sheets.every_row(rows)
+    sheets = [sheet for sheet in grid_tables.tables(rows) if sheet != every_row]
+    return Part(name, question, grid_sheets.caption(rows), sheets, every_row, figures.of_grid(rows))
 
 
 def _check(path: pathlib.Path, rows: list[dict[str, Any]], needed: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from absl import flags
 
-from experiments import compare, grid_sheets, readme_tables, render, tables
+from experiments import compare, grid_tables, readme_tables, render, tables
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run, words_first
 from fef.config import UserError
 
@@ -76,7 +76,7 @@ def completion(path: pathlib.Path, quick: bool) -> Callable[[pathlib.Path], str]
         table = from_file(path, "get_quick" if quick else "get_table", tables.Table)
         return lambda rows: tables.markdown(table, tables.measure(table, rows, tables.RUN_TIMEOUT_S))
     grid = from_file(path, "get_quick" if quick else "get_grid", compare.Grid)
-    return lambda rows: grid_sheets.markdown(compare.measure(grid, rows, compare.CELL_TIMEOUT_S))
+    return lambda rows: grid_tables.markdown(compare.measure(grid, rows, compare.CELL_TIMEOUT_S))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,30 @@ def test_rows_and_their_table(tmp_path):
         assert row["least_bytes"] == 2 * 2 * blocks  # 16 rows of an expert are more than it and its gradient
 
 
+def test_a_layer_of_the_cpu_has_the_time_of_its_rows_at_the_measured_rate(tmp_path):
+    path = tmp_path / "rows.json"
+    names = "pooled,pooled:pool.fetch_ahead=False"
+    done = bench("--cells=32:real", "--nic=1", f"--dispatchers={names}", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert "pool over local, computed by the CPU; median" in done.stdout
+    ahead, not_ahead = json.loads(path.read_text())
+    assert ahead["is_real"] and ahead["layer_s"] == not_ahead["layer_s"] > 0
+    assert ahead["compute_ms"] == pytest.approx(2 * ahead["layer_s"] * 1e3)
+    # 64 rows, each with 3 * 2 FLOP for the 3 * 16 * 8 elements: the rate is one that a CPU can have.
+    assert 1e6 < 64 * 6 * 384 / ahead["layer_s"] < 1e13
+    assert ahead["loss"] == not_ahead["loss"] and not_ahead["max_loss_difference"] == 0
+    assert ahead["cpu_ms"] > 0 and ahead["memory"]["arguments"] >= 2 * 2 * BLOCK_BYTES
+    assert ahead["memory"]["peak"] > ahead["memory"]["shared"] > 0
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("--cells=32", "--cells: '32': write T:SECONDS"),
         ("--workloads=balance", "--workloads: 'balance': there are balanced, hot_experts"),
         ("--cells=32:nan", "--cells: '32:nan': write T:SECONDS"),
+        ("--cells=32:", "--cells: '32:': write T:SECONDS, such as 4096:1.9, or T:real"),
+        ("--dispatchers=pooled:pool.slot=3", "config.pool.slot"),
         ("--dispatchers=reference", "the reference dispatcher models no device time"),
         ("--dispatchers=all_to_al", "config.moe.dispatcher='all_to_al'"),
         ("--dispatchers=all_to_all:form=round", "must be one of native, shifted"),

@@ -12,7 +12,8 @@ def row(**changes):
     """Two members with 8 tokens of 2 choices, 4 experts: 16 rows a member, of which 8 cross under balanced routing."""
     fields = {"tokens": 8, "layer_s": 0.05, "step_ms": 400.0, "bytes": 2500}
     setting = {
-        "members": 2, "layers": 2, "experts": 4, "choices": 2, "d_model": 16, "nic": 0.1, "workload": "balanced"
+        "members": 2, "layers": 2, "experts": 4, "choices": 2, "d_model": 16, "d_expert": 8, "nic": 0.1,
+        "workload": "balanced",
     }  # fmt: skip
     return fields | {"flags": setting | {key: changes.pop(key) for key in list(changes) if key in setting}} | changes
 
@@ -73,3 +74,21 @@ def test_the_bound_is_what_an_unpadded_exchange_has_moved():
     measured = next(r for r in rows if r["dispatcher"] == "all_to_all" and r["flags"]["workload"] == "balanced")
     exchange = dict(measured, layer_s=0.0)
     assert bounds.overlapped_ms(exchange) == pytest.approx(bounds.wire_ms(measured), rel=1e-4)
+
+
+def test_the_break_even_in_bytes_and_in_time():
+    # A block of 3 * 16 * 8 = 384 elements against 2 * 16 of a row, there and back.
+    assert bounds.break_even_rows(row()) == 12
+    # Half of 4 experts is remote, 2 * 384 * 4 bytes each: 6,144 bytes, 491.52 ms at 100 bits a ms. A token takes the
+    # device 50 / 8 = 6.25 ms and the link 2 * 0.5 rows * 4 * 64 bytes, 20.48 ms.
+    assert bounds.break_even_tokens(row()) == pytest.approx(491.52 / (6.25 + 20.48))
+
+
+def test_rows_that_hide_weights():
+    # 16 rows of 6 * 384 FLOP in 50 ms are 737,280 FLOP/s; 0.1 Mbit/s are 12,500 bytes a second.
+    assert bounds.flop_per_byte(row()) == pytest.approx(737_280 / 12_500)
+    assert bounds.hiding_rows(4, 4, 1114) == pytest.approx(1114)
+    assert bounds.hiding_rows(4, 2, 8000) == pytest.approx(4000)
+    # There, blocks and gradients take as long as the rows do: 6 P rows E / flops = 2 (R - 1) / R E P b / rate.
+    rows, flops, rate = bounds.hiding_rows(4, 4, 10.0), 1e9, 1e8
+    assert 6 * rows / flops == pytest.approx(2 * 0.75 * 4 / rate)

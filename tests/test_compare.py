@@ -8,10 +8,12 @@ import pytest
 from needs import needs_lab
 from small import ROOT, quick_environment
 
-from experiments import compare, grid_sheets, rows_file
+from experiments import compare, grid_sheets, grid_tables, rows_file
+from experiments.flags import dispatcher_words, override
 from experiments.lab import Lab
-from fef.config import UserError
+from fef.config import Config, UserError
 from fef.testing import workloads
+from fef.validation import validate
 
 GRID = {
     "networks": ("leaves=1",), "nics": (500,), "workloads": ("balanced",), "tokens": (32, 64), "us_per_token": 100.0,
@@ -49,7 +51,7 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
         rows_file.digest(compare.SOURCES)
     }
     assert "bench_stack" in rows[0]["command"] and rows[0]["versions"]["jax"] and grid_sheets.moved_least(rows[2])
-    assert done.stdout == grid_sheets.markdown(rows) + "\n"
+    assert done.stdout == grid_tables.markdown(rows) + "\n"
 
     results.write_text(first + first[:40])  # interrupted while it wrote the next cell
     done = run()
@@ -61,7 +63,7 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
 
     done = run(tokens=(32, 64, 128), dispatchers=("all_to_al",))
     assert done.returncode == 2 and "config.moe.dispatcher='all_to_al'" in (tmp_path / "rows.log").read_text()
-    assert done.stderr.splitlines()[-1].startswith("error: the cell {'network': 'leaves=1'")
+    assert done.stderr.splitlines()[-1].startswith("error: the cell {'hosts': 2, 'network': 'leaves=1'")
     assert results.read_text() == both
 
 
@@ -80,12 +82,37 @@ def test_a_cell_has_the_device_of_its_tokens_and_the_order_of_its_network():
         compare.Grid(**GRID | {"us_per_token": (1.0,)})
 
 
+def test_a_cell_has_its_hosts_its_dispatcher_and_whose_time_it_takes():
+    grid = compare.Grid(**GRID | {"hosts": (2, 8), "tokens": (64,), "us_per_token": "real", "alone": True, "layers": 3})
+    assert [(cell["hosts"], cell["dispatcher"]) for cell in grid.cells] == [
+        (hosts, name) for hosts in (2, 8) for name in GRID["dispatchers"]
+    ]
+    command = grid.command(grid.cells[-1])
+    assert {
+        "--hosts=8",
+        "--members=8",
+        "--cells=64:real",
+        f"--dispatchers={GRID['dispatchers'][-1]}",
+        "--layers=3",
+    } < set(command)
+    alone = compare.Grid(**GRID | {"networks": ("none",)})
+    assert alone.command(alone.cells[0])[:4] == ["python", "-m", "experiments.bench_stack", "--members=2"]
+
+
+def test_a_table_that_is_not_there():
+    with pytest.raises(UserError, match="sheets: 'sumary': there are summary, every_row, break_even"):
+        compare.Grid(**GRID | {"sheets": ("sumary",)})
+
+
 def test_every_grid_is_one_that_can_run():
     for path in (ROOT / "configs" / "compare").glob("[!_]*.py"):
         grid = compare.load_grid(str(path))
         assert grid.cells and all(map(workloads.is_workload, grid.workloads)), path
-        for network in grid.networks:
-            Lab("none", grid.hosts, network)  # reads it; is not built
+        for name in grid.dispatchers:
+            validate(override(Config(), dispatcher_words(name)))
+        for cell in grid.cells:
+            if cell["network"] != "none":
+                Lab("none", cell["hosts"], cell["network"])  # reads it; is not built
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from result_rows import grid_row
 
-from experiments import grid_sheets
+from experiments import grid_sheets, grid_tables
 
 MOVED = {"weights": 100, "gradients": 100, "tokens": 50, "metadata": 7, "missed": 100}
 BY_BYTES = {"dispatcher": grid_sheets.BY_BYTES, "step_ms": 500.0, "bytes_by_purpose": MOVED, "least_bytes": 250}
@@ -23,7 +23,7 @@ def test_the_caption_has_each_device_with_its_tokens():
 
 
 def test_the_table_says_where_fluid_loses():
-    lines = grid_sheets.markdown(grid()).splitlines()
+    lines = grid_tables.markdown(grid()).splitlines()
     assert lines[0].startswith("4 hosts with one member each, L=2, E=8, K=2,") and "commit c0ffee" in lines[0]
     assert lines[2:4] == [
         "| network | relay | Mbit/s | routing | T | floor | overlapped | `pooled` | `fluid` | `fluid:cost=bytes` "
@@ -34,6 +34,36 @@ def test_the_table_says_where_fluid_loses():
     assert lines[4] == f"{same} 512 | 90 | 503 | **200** | 210 | 500 | 1.05 | 1.50 | yes |"
     assert lines[5] == f"{same} 1,024 | 90 | 1,007 | 400 | **300** | 500 | 0.75 | 1.50 | **no** |"
     assert "median 0.90, worst 1.05, at most 1.05 in 2 of 2 cells" in lines[7]
+
+
+def test_a_grid_shows_the_tables_that_it_names():
+    rows = [row | {"sheets": ["every_row", "summary"]} for row in grid()]
+    assert [sheet.title for sheet in grid_tables.tables(rows)] == ["Every row", "Step time"]
+    text = grid_tables.markdown(rows)
+    first, second = grid_sheets.every_row(rows).markdown(), grid_sheets.summary(rows).markdown()
+    assert text == f"{grid_sheets.caption(rows)}\n\n{first}\n\nStep time:\n\n{second}"
+
+
+def test_numbers_of_hosts_have_a_column_where_they_differ():
+    setting = grid_row("fluid", 1.0)["flags"]
+    rows = [grid_row("fluid", 100.0), grid_row("fluid", 200.0, hosts=8, flags=setting | {"members": 8})]
+    rows = [row | {"cell": row["cell"] | {"hosts": row["hosts"]}} for row in rows]
+    assert grid_sheets.caption(rows).startswith("4 and 8 hosts with one member each, L=2")
+    for sheet in (grid_sheets.summary(rows), grid_sheets.every_row(rows)):
+        assert sheet.heads[0].text == "hosts" and [line.cells[0].value for line in sheet.lines] == [4, 8]
+
+
+def test_the_caption_of_one_process_and_of_computing_cpus():
+    cell = grid_row("fluid", 1.0)["cell"]
+    row = grid_row("fluid", 1.0, hosts=1, cell=cell | {"network": "none", "us_per_token": "real"})
+    assert grid_sheets.caption([row]).startswith("4 members in one process, L=2, E=8, K=2, computed by the CPU;")
+
+
+def test_dispatchers_measured_alone_share_a_line():
+    rows = [grid_row(name, ms) for name, ms in (("pooled", 200.0), ("fluid", 210.0))]
+    rows = [row | {"cell": row["cell"] | {"dispatcher": row["dispatcher"]}} for row in rows]
+    (line,) = grid_sheets.summary(rows).lines
+    assert [cell.text for cell in line.cells][7:9] == ["200", "210"]
 
 
 def test_every_row_stands_beside_what_it_is_held_against():

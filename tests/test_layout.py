@@ -23,6 +23,8 @@ SHARED = {
     "bounds",
     "sheet",
     "grid_sheets",
+    "grid_tables",
+    "cost_sheets",
     "figures",
     "results_page",
 }  # by the programs of experiments

@@ -32,6 +32,7 @@ def get_grid() -> dict[str, Any]:
             "pooled",
             "fluid",
         ),
+        "sheets": ("summary", "every_row", "realism"),
     }
 
 

@@ -23,10 +23,11 @@ in rank order, so that members begin at different homes), W is the first k of th
 experts a member does not send, but others may. A GEMM of n rows takes the time of n + half_rows rows at the full rate.
 
 What others do is not known when a member chooses. Of all members' rows the last step's count is known, of the same
-layer; in the first step each is taken to have this one's. In the mean of the others, the experts with at least as many
-rows as the k-th of this member are the candidates of their k; if there are more than k, each is read with the same
-probability. Compute is taken as if all chose like this one: a visited expert has all members' rows, at its home alone,
-and one that is read has this member's rows at every member.
+layer; in the first step each is taken to have this one's. The others are taken to read as many experts as this member:
+those which in their mean have at least as many rows as the k-th of this member, and if these are fewer than k, also of
+the rest; each with the same probability where there are more than are read. Compute is taken as if all chose like this
+one: a visited expert has all members' rows, at its home alone, and one that is read has this member's rows at every
+member.
 
 By bytes, each expert is a matter of its own: its rows' bytes or its weights', whichever are fewer.
 
@@ -35,6 +36,7 @@ have a bounded place, and nothing is ever dropped.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,11 @@ class Layer:
         """Of one row on all its ways."""
         return CROSSINGS * self.units.row_bytes
 
+    @property
+    def break_even(self) -> float:
+        """T*, rows from which on reading an expert costs no more bytes than sending them."""
+        return self.weight_bytes / self.row_bytes
+
 
 def visit_by_bytes(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Array:
     """(E,) bool: whose rows have fewer bytes than the weights.
@@ -80,8 +87,7 @@ def visit_by_bytes(rows_E: jax.Array, rank: jax.Array, layer: Layer) -> jax.Arra
       rank: () int32, this member.
       layer: costs.
     """
-    fewest_read = -(-layer.weight_bytes // layer.row_bytes)  # rows at which reading costs no more
-    return _is_remote(rows_E, rank, layer) & (rows_E < fewest_read)
+    return _is_remote(rows_E, rank, layer) & (rows_E < math.ceil(layer.break_even))
 
 
 def visit_by_time(
@@ -128,8 +134,11 @@ def layer_seconds(
     fewest_k = jnp.concatenate([jnp.full(1, jnp.inf), rows_E.astype(jnp.float32)])  # that are read
     rows_of_other_E = (of_all_E - rows_E) / max(num_members - 1, 1)
     is_candidate_kE = (rows_of_other_E[None] >= fewest_k[:, None]) & (rows_of_other_E > 0)[None]
-    read_by_other_k = jnp.minimum(1.0, num_k / jnp.maximum(is_candidate_kE.sum(1), 1))
-    read_by_other_kE = is_candidate_kE * read_by_other_k[:, None]
+    num_candidates_k, num_used = is_candidate_kE.sum(1), (rows_of_other_E > 0).sum()
+    read_of_candidates_k = jnp.minimum(1.0, num_k / jnp.maximum(num_candidates_k, 1))
+    read_of_rest_k = jnp.clip((num_k - num_candidates_k) / jnp.maximum(num_used - num_candidates_k, 1), 0.0, 1.0)
+    read_by_other_kE = jnp.where(is_candidate_kE, read_of_candidates_k[:, None], read_of_rest_k[:, None])
+    read_by_other_kE = read_by_other_kE * (rows_of_other_E > 0)[None]
     others_E = num_members - 1 - (home_E != rank)  # members, but for the home and this one
 
     read_kE = is_read_kE * is_remote_E[None]

@@ -54,7 +54,7 @@ def measure(mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, device: Device, 
     few_s, many_s = (_row_seconds(mesh, d_model, rows) for rows in (1, many_rows))
     flops, half_rows = device.flops, device.half_rows
     if not device.is_modelled:
-        flops, half_rows = _gemm_rate(mesh, kind, d_model, d_expert, matmul)
+        flops, half_rows = gemm_rate(mesh, kind, d_model, d_expert, matmul)
     bytes_per_s = max(_num_read(mesh), 1) * 4 * BLOCK_ELEMS / blocks_s
     row_bytes = FORWARD_CROSSINGS * max(mesh.shape["expert"] - 1, 1) * (many_rows - 1) * 4 * d_model
     row_bytes_per_s = row_bytes / max(many_s - few_s, LEAST_S)
@@ -117,8 +117,11 @@ def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
     return _seconds_beyond(program(True), program(False), jnp.asarray(handle_2), blocks)
 
 
-def _gemm_rate(mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, matmul: str) -> tuple[float, float]:
-    """FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows."""
+def gemm_rate(mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, matmul: str = "auto") -> tuple[float, float]:
+    """FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows.
+
+    Of this host's members, while those of all hosts compute.
+    """
     members = mesh.size
 
     def seconds(rows: int) -> float:

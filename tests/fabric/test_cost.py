@@ -32,6 +32,7 @@ def seconds(rows, load, order, k, rank, layer):
     of_all = [max(last, n) for last, n in zip(load, rows, strict=True)] if any(load) else [members * n for n in rows]
     of_other = [(a - n) / max(members - 1, 1) for a, n in zip(of_all, rows, strict=True)]
     candidates = [e for e in order if k and of_other[e] > 0 and of_other[e] >= rows[order[k - 1]]]
+    rest = [e for e in order if of_other[e] > 0 and e not in candidates]
     read_compute = 0.0
     served, blocks_sent, visiting = np.zeros(members), np.zeros(members), np.zeros(members)
     blocks_read = rows_sent = 0
@@ -49,6 +50,8 @@ def seconds(rows, load, order, k, rank, layer):
             rows_sent += n
             visiting[home[e]] += n
         chance = min(1, k / len(candidates)) if e in candidates else 0
+        if e in rest:
+            chance = min(1, max(0, k - len(candidates)) / len(rest))
         blocks_sent[home[e]] += chance * len(others)
         visiting[home[e]] += (1 - chance) * of_other[e] * len(others)
     blocks_s = max(blocks_read, blocks_sent.max()) * 100 / RATES.bytes_per_s  # and as long for gradients
@@ -151,3 +154,14 @@ def test_members_with_equal_rows_read_from_different_homes():
     rows, layer = make([4, 4, 4, 4, 4, 4], 3)
     orders = [np.asarray(cost.by_rows(rows, rank, layer)).tolist() for rank in range(3)]
     assert orders == [[0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 0, 1], [4, 5, 0, 1, 2, 3]]
+
+
+def test_who_reads_all_takes_others_to_do_so_too():
+    """Others have fewer rows of some experts by chance. It does not follow that they send them."""
+    rows, layer = make([11, 12, 11, 12], members=4)
+    order = cost.by_rows(rows, 0, layer)
+    uneven, even = (
+        cost.layer_seconds(rows, np.array(of_all, np.int32), order, 0, layer, RATES)
+        for of_all in ([41, 47, 40, 48], [44, 48, 44, 48])
+    )
+    assert uneven[-1] == even[-1]

@@ -1,0 +1,32 @@
+"""Which tables show a grid: those that its file names, by the names that stand here."""
+
+from collections.abc import Callable
+from typing import Any
+
+from experiments import cost_sheets, grid_sheets
+from experiments.sheet import Sheet
+
+Rows = list[dict[str, Any]]
+SHEETS: dict[str, Callable[[Rows], Sheet]] = {
+    "summary": grid_sheets.summary,
+    "every_row": grid_sheets.every_row,
+    "break_even": cost_sheets.break_even,
+    "realism": cost_sheets.realism,
+    "stalls": cost_sheets.stalls,
+    "memory": cost_sheets.memory,
+    "dispatch_cost": cost_sheets.dispatch_cost,
+}
+
+
+def tables(rows: Rows) -> list[Sheet]:
+    """The tables of the rows of a grid. Rows that were measured before grids named any have the summary."""
+    return [SHEETS[name](rows) for name in rows[0].get("sheets", ("summary",))]
+
+
+def markdown(rows: Rows) -> str:
+    """What was run, and the tables; the first one needs no title."""
+    first, *others = tables(rows)
+    texts = [grid_sheets.caption(rows), first.markdown()]
+    for sheet in others:
+        texts += [f"{sheet.title}:", sheet.markdown()]
+    return "\n\n".join(texts)
