@@ -36,13 +36,25 @@ from absl import flags
 from jax.sharding import Mesh
 
 from experiments.flags import parse_flags, run
-from experiments.sheet import DASH
+from experiments.sheet import DASH, Head, Line, Sheet, number, word
 from fef import hosts, provenance, sharding, startup
 from fef.config import UserError
 from fef.dispatch.all_to_all import shifted_all_to_all
 from fef.pool.neighbours import leaf_numbers
 from fef.sharding import island, named
 
+_PROGRAM = "python -m experiments.bench_collectives --append"
+COMMANDS = (  # that experiments.reproduce runs
+    f"python -m experiments.launch --hosts=8 --lab=leaves=1,nic=100mbit -- {_PROGRAM} --nic=100",
+    f"python -m experiments.launch --hosts=8 --lab=leaves=2,nic=100mbit,oversub=4 -- {_PROGRAM} --nic=100 --uplink=100",
+    "python -m experiments.launch --hosts=8 --lab=leaves=2,nic=100mbit,oversub=4,order=alternating -- "
+    f"{_PROGRAM} --nic=100 --uplink=100",
+)
+QUICK = (
+    f"python -m experiments.launch --hosts=2 --lab=leaves=1,nic=400mbit -- {_PROGRAM} --nic=400 --repeats=2",
+    "python -m experiments.launch --hosts=2 --lab=leaves=2,nic=400mbit,oversub=4 -- "
+    f"{_PROGRAM} --nic=400 --uplink=100 --repeats=2",
+)
 AXIS = "expert"
 ITEM_BYTES = 4
 PRIME = 8191  # words of a buffer repeat after as many, which falls together with no block
@@ -221,31 +233,39 @@ def busiest_link(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: what was run, and a line for each collective with a pair of columns for each network."""
-    first, networks = rows[0], list(dict.fromkeys(map(network_name, rows)))
-    times = {(row["collective"], network_name(row)): row for row in rows}
-    lines = [
+    """Markdown: what was run, and `sheet`."""
+    return f"{caption(rows)}\n\n{sheet(rows).markdown()}"
+
+
+def caption(rows: list[dict[str, Any]]) -> str:
+    """What all rows share, one line."""
+    first = rows[0]
+    return (
         f"{len(first['leaves'])} hosts with one device each, {first['bytes'] / 2**20:g} MiB a rank, XLA:CPU over Gloo; "
-        f"median of {len(first['times_ms'])}; jax {first['versions']['jax']}, commit {first['commit']}.",
-        "",
-        "| collective | MB sent | " + " | ".join(f"{name}, ms | busiest link" for name in networks) + " |",
-        "| --- | ---: |" + " ---: | --- |" * len(networks),
-    ]
+        f"median of {len(first['times_ms'])}; jax {first['versions']['jax']}, commit {first['commit']}."
+    )
+
+
+def sheet(rows: list[dict[str, Any]]) -> Sheet:
+    """A line for each collective with a pair of columns for each network."""
+    networks = list(dict.fromkeys(map(network_name, rows)))
+    times = {(row["collective"], network_name(row)): row for row in rows}
+    heads = [Head("collective"), Head("MB sent", is_number=True)]
+    for name in networks:
+        heads += [Head(f"{name}, ms", is_number=True), Head("busiest link")]
+    lines = []
     for collective in dict.fromkeys(row["collective"] for row in rows):
-        cells = [collective]
+        sent = next(row["sent_bytes"] for row in rows if row["collective"] == collective)
+        cells = [word(collective), number(None if sent is None else sent / 1e6, "{:.1f}")]
         for name in networks:
             row = times.get((collective, name))
-            if len(cells) == 1:
-                sent = next(r["sent_bytes"] for r in rows if r["collective"] == collective)
-                cells.append(DASH if sent is None else f"{sent / 1e6:.1f}")
-            cells += [DASH, DASH] if row is None else [f"{row['ms']:,.0f}", _busy(row)]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
+            cells += [number(None), word(DASH)] if row is None else [number(row["ms"]), word(_busy(row))]
+        lines.append(Line(cells, []))
+    note = (
         "`MB sent`: by the host that sends most. `busiest link`: the part of the time in which the link with the most "
-        "bytes would be busy with them, by closed form and without headers, of a host or a leaf's uplink.",
-    ]
-    return "\n".join(lines)
+        "bytes would be busy with them, by closed form and without headers, of a host or a leaf's uplink."
+    )
+    return Sheet("Collectives", heads, lines, [note])
 
 
 def _busy(row: dict[str, Any]) -> str:

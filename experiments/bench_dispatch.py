@@ -44,6 +44,8 @@ from fef.pool.table import ExpertTable
 from fef.step import Stepper
 from fef.summary import bytes_text, number_text, percent_text
 
+COMMANDS = ("python -m experiments.bench_dispatch",)  # that experiments.reproduce runs
+QUICK = ("python -m experiments.bench_dispatch --steps=3 --dispatchers=pooled",)
 REFERENCE, LEAST = "reference", "least"
 WARM_UP_STEPS = 2
 _SHOWN = ("weights", "refetch", "gradients", "tokens")

@@ -39,6 +39,8 @@ from fef.ops.grouped_matmul import resolve, segments_of_counts
 from fef.pool.native import NativeError
 from fef.routing import Assignment
 
+COMMANDS = ("python -m experiments.bench_ffn",)  # that experiments.reproduce runs
+QUICK = ("python -m experiments.bench_ffn --repeats=2 --shapes=256x512x8",)
 NUM_TOKENS = 2048
 NUM_CHOICES = 2
 NUM_ROWS = NUM_TOKENS * NUM_CHOICES

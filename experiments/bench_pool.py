@@ -45,6 +45,8 @@ from fef.pool.table import ExpertTable
 from fef.sharding import EXPERTS, REPLICATED, TOKENS, island, make_mesh
 from fef.summary import number_text
 
+COMMANDS = ("python -m experiments.bench_pool --plot=results/bench_pool.svg",)  # that experiments.reproduce runs
+QUICK = ("python -m experiments.bench_pool --parts=get,torn --repeats=2 --largest=65536",)
 PARTS = ("get", "torn", "jit", "shaped", "exchange")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)

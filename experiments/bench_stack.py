@@ -14,9 +14,11 @@ one workload after the other.
 
 Utilisation and `floor`, here with this dispatcher's own bytes at the link's rate (`--nic`), are those of
 experiments/bounds.py. `wait` is the time for which the first member's device had nothing to do but to wait in the pool.
-`max loss difference` is to the first dispatcher. A row in `--json` has more, of the first host: `cpu_ms`, what all
-threads of the process take in a step, and `memory`: what XLA says that the step needs, what the pool has shared with
-others, and the most that the process ever had, which is a dispatcher's own only if it is alone in `--dispatchers`.
+`max loss difference` is to the first dispatcher.
+
+A row's `cpu_ms` is the CPU time of the first host's process in a step, of all threads, user and system; what they do
+between the steps of one dispatcher, such as fetching ahead, counts in those of the next. `memory` is what
+experiments/step_memory.py says of the first host; its `peak_rss` is of all dispatchers so far.
 
 `--dispatchers` takes registered names, with options after a colon: all_to_all:form=shifted. An option with a dot is a
 key of the whole configuration: pooled:pool.fetch_ahead=False.
@@ -26,6 +28,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -37,7 +40,7 @@ import tqdm
 from absl import flags
 from jax.sharding import Mesh
 
-from experiments import bounds
+from experiments import bounds, step_memory
 from experiments.flags import dispatcher_words, override, parse_flags, run
 from fef import hosts, provenance, sharding, startup
 from fef.config import Config, UserError
@@ -55,6 +58,7 @@ from fef.validation import validate
 
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-3
+LARGE_ROWS = (512, 1024, 2048)  # of GEMMs so long that all hosts are at it
 
 
 def define(values: flags.FlagValues) -> None:
@@ -77,7 +81,7 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("half_rows", 0.0, "rows at which a GEMM has half of its rate", flag_values=values)
     flags.DEFINE_enum("relay", "auto", ["off", "on", "auto"], "config.pool.relay", flag_values=values)
     flags.DEFINE_bool("values", False, "compute the matmuls too", flag_values=values)
-    flags.DEFINE_float("nic", 100.0, "rate of a host's link for the floor, Mbit/s", flag_values=values)
+    flags.DEFINE_float("nic", 100.0, "rate of a host's link for the floor, Mbit/s; 0: none", flag_values=values)
     flags.DEFINE_integer("steps", 5, "timed steps of each, after the warm-up", lower_bound=1, flag_values=values)
     flags.DEFINE_string("json", "", "write the rows to this file, as a JSON list", flag_values=values)
 
@@ -137,9 +141,11 @@ def _cell(text: str) -> tuple[int, float | None]:
 
 
 def _layer_seconds(tokens: int, values: flags.FlagValues, mesh: Mesh) -> float:
-    """Of the rows of `tokens` at the rate of a large GEMM on the slowest host, while all compute."""
-    flops, _ = gemm_rate(mesh, SWIGLU, values.d_model, values.d_expert)
-    return _layer_flops(tokens, values) / min(hosts.gather("its rate of GEMMs", flops))
+    """Of the rows of `tokens` at the rate of large GEMMs, the mean of the hosts, which all compute: they share what the
+    machine has.
+    """
+    rate, _ = gemm_rate(mesh, SWIGLU, values.d_model, values.d_expert, rows=LARGE_ROWS)
+    return _layer_flops(tokens, values) / statistics.mean(hosts.gather("its rate of GEMMs", rate))
 
 
 def _layer_flops(tokens: int, values: flags.FlagValues) -> float:
@@ -152,11 +158,13 @@ class Stack:
 
     def __init__(self, name: str, cell: Cell, config: Config, values: flags.FlagValues, mesh: Mesh):
         self.name, self.cell, self.values, self.mesh = name, cell, values, mesh
+        self.rss_before = step_memory.peak_rss()
         self.dispatcher = make_dispatcher(config, mesh)
         self.dispatcher.check_platform("cpu")
         self.rates = None
         if self.dispatcher.needs_rates(self.dispatcher.options):
             self.rates = measure(mesh, SWIGLU, values.d_model, values.d_expert, self.dispatcher.device)
+        others = step_memory.open_segments()  # of other stacks, and those by which the rates were measured
         key = jax.random.key(0)
         shape = (values.members * cell.tokens, values.d_model)
 
@@ -169,7 +177,8 @@ class Stack:
         self.begin(values.workloads[0])
         step = jax.jit(self._train, donate_argnums=0, out_shardings=(named(mesh, EXPERTS), None))
         with calibration.using(self.rates) if self.rates else contextlib.nullcontext():
-            self.compiled = step.lower(self.experts, self.x_TD, self.load_LE, self.assigned).compile()
+            self._step = step.lower(self.experts, self.x_TD, self.load_LE, self.assigned).compile()
+        self.segments = step_memory.open_segments() - others
 
     def begin(self, name: str) -> None:
         """The steps from now on are under this workload."""
@@ -199,12 +208,22 @@ class Stack:
     def step(self) -> None:
         """One step, of all members together."""
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        self.experts, metrics = self.compiled(self.experts, self.x_TD, self.load_LE, self.assigned)
+        self.experts, metrics = self._step(self.experts, self.x_TD, self.load_LE, self.assigned)
         jax.block_until_ready((self.experts, metrics))
         self.times_s.append(time.perf_counter() - begin)
         self.cpu_s.append(time.process_time() - cpu_begin)
         self.losses.append(float(metrics["loss"]))
         self.moved_MLQP, self.waits_us_MLW = (np.asarray(metrics[k]) for k in ("moved_MLQP", "waits_us_MLW"))
+
+    def memory(self, pool: Pool, received: dict[str, np.ndarray]) -> dict[str, int]:
+        """Of this host, bytes; `received` is of fef.pool.ledger.bytes_received."""
+        return {
+            **step_memory.of_program(self._step),
+            **step_memory.of_segments(self.segments),
+            "cache": step_memory.of_cache(pool, received) if self.dispatcher.uses_pool else 0,
+            "rss_before": self.rss_before,
+            "peak_rss": step_memory.peak_rss(),
+        }
 
     def _train(
         self, experts: list[Experts], x_TD: jax.Array, load_LE: jax.Array, assigned: dict[str, jax.Array]
@@ -263,11 +282,11 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
         "dispatcher": one.name,
         "tokens": one.cell.tokens,
         "layer_s": one.cell.layer_s,
-        "is_real": one.cell.is_real,
+        "compute": "real" if one.cell.is_real else "modelled",
         "step_ms": float(np.median(one.times_s[WARM_UP_STEPS:])) * 1e3,
         "steps_ms": [t * 1e3 for t in one.times_s],
         "cpu_ms": float(np.median(one.cpu_s[WARM_UP_STEPS:])) * 1e3,
-        "memory": _memory(one),
+        "memory": one.memory(pool, received),
         "wait_ms": float(one.waits_us_MLW[0].sum()) / 1e3,
         "waits_ms": dict(zip(WAITS, (one.waits_us_MLW[0] / 1e3).round(1).T.tolist(), strict=True)),  # by layer
         "bytes": busiest,
@@ -292,19 +311,6 @@ def _row(one: Stack, first: Stack, pool: Pool) -> dict[str, Any]:
     }
 
 
-def _memory(one: Stack) -> dict[str, int]:
-    """Bytes: of XLA for the step, and of this process so far (proc_pid_status(5))."""
-    of_step: Any = one.compiled.memory_analysis()
-    kib = dict(line.split(":") for line in pathlib.Path("/proc/self/status").read_text().splitlines())
-    return {
-        "arguments": of_step.argument_size_in_bytes,
-        "outputs": of_step.output_size_in_bytes - of_step.alias_size_in_bytes,  # others are arguments' memory
-        "temporaries": of_step.temp_size_in_bytes,
-        **{name: int(kib[key].split()[0]) * 1024 for name, key in _OF_PROCESS.items()},
-    }
-
-
-_OF_PROCESS = {"shared": "RssShmem", "peak": "VmHWM"}
 _SETTING = (
     "members", "layers", "experts", "choices", "d_model", "d_expert", "half_rows", "values", "nic", "steps",
 )  # fmt: skip
@@ -317,7 +323,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{first['hosts']} hosts, {setting['members']} members, L={setting['layers']}, E={setting['experts']}, "
         f"K={setting['choices']}, D={setting['d_model']}, F={setting['d_expert']}, {setting['workload']}, links of "
         f"{setting['nic']:g} Mbit/s, pool over {first['transport']}, "
-        f"{'computed by the CPU' if first.get('is_real') else 'modelled device time'}; median of "
+        f"{'computed by the CPU' if first['compute'] == 'real' else 'modelled device time'}; median of "
         f"{setting['steps']} steps; jax {first['versions']['jax']}, commit {first['commit']}.",
         "",
         "| T | s a layer | dispatcher | step ms | utilisation | floor ms | wait ms | MB | max loss difference |",

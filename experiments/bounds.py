@@ -1,7 +1,7 @@
 """What a measured step is held against: utilisation, the floor, and the bound of a perfectly overlapped all_to_all.
 
-All of it comes from fields of a row of experiments.bench_stack: `tokens` (T), `layer_s` (the modelled time of a layer
-for T*K rows at the rate of a large GEMM), `step_ms`, `bytes` (received by the busiest member) and `flags`.
+All of it comes from fields of a row of experiments.bench_stack: `tokens` (T), `layer_s` (the time of a layer for T*K
+rows at the rate of a large GEMM, modelled or measured), `step_ms`, `bytes` (received by the busiest member), `flags`.
 
     compute      the time of all real rows, shared out evenly: what no dispatcher can save
     wire         this dispatcher's bytes at the rate of a host's link
@@ -36,7 +36,7 @@ CAPACITY_FACTOR = 1.25  # GShard's in training, by which others drop
 
 
 def compute_ms(row: dict[str, Any]) -> float:
-    """The modelled time of all real rows of a step, of a member when all have as many."""
+    """The device's time for all real rows of a step, of a member when all have as many."""
     return _full_ms(row) * float(_load_ME(row).sum()) / (row["flags"]["members"] * _places(row))
 
 
@@ -146,7 +146,8 @@ def _places(row: dict[str, Any]) -> int:
 
 
 def _on_link_ms(num_bytes: float, row: dict[str, Any]) -> float:
-    return num_bytes * 8 / (row["flags"]["nic"] * 1e3)
+    bits_per_ms = row["flags"]["nic"] * 1e3
+    return num_bytes * 8 / bits_per_ms if bits_per_ms else 0.0  # no link, nothing to wait for
 
 
 def _load_ME(row: dict[str, Any]) -> np.ndarray:

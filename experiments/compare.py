@@ -24,13 +24,13 @@ from typing import Any
 import tqdm
 from absl import flags
 
-from experiments import grid_tables, rows_file
+from experiments import grid_sheets, grid_tables, rows_file
 from experiments.flags import ROOT, exit_on_sigterm, from_file, parse_flags, run
 from fef.config import UserError
 
 SOURCES = (
-    *rows_file.FEF, "experiments/bench_stack.py", "experiments/bounds.py", "experiments/l*.py", "scripts/*.sh",
-    "configs/compare/*.npz",
+    *rows_file.FEF, "experiments/bench_stack.py", "experiments/step_memory.py", "experiments/bounds.py",
+    "experiments/l*.py", "scripts/*.sh", "configs/compare/*.npz",
 )  # fmt: skip
 CELL_TIMEOUT_S = 3600.0
 GRACE_S = 10.0
@@ -41,8 +41,9 @@ class Grid:
     """What is combined, and what all cells share. Cells come in this order, the last axis first.
 
     Attributes:
-      networks: of experiments.launch's --lab, without the rate; "none" has all members in one process instead.
-      nics: rate of a host's link, Mbit/s.
+      networks: of experiments.launch's --lab, without the rate; "none" alone: all members in one process, no
+        lab and no root.
+      nics: rate of a host's link, Mbit/s; 0 without a network.
       tokens: T, of a member.
       workloads: of fef.testing.workloads; all in each cell, for they share the compiled programs.
       dispatchers: as bench_stack takes them.
@@ -61,7 +62,7 @@ class Grid:
     tokens: tuple[int, ...]
     workloads: tuple[str, ...]
     dispatchers: tuple[str, ...]
-    us_per_token: float | str | tuple[float, ...]
+    us_per_token: float | str | tuple[float | str, ...]
     relays: tuple[str, ...] = ("auto",)
     hosts: int | tuple[int, ...] = 4
     alone: bool = False
@@ -76,17 +77,30 @@ class Grid:
             raise UserError(
                 f"us_per_token={self.us_per_token}: give one number, or one for each of tokens={self.tokens}"
             )
+        for us_per_token in self._us_T:
+            if isinstance(us_per_token, str) and us_per_token != grid_sheets.REAL:
+                raise UserError(f"us_per_token={us_per_token!r}: give microseconds, or {grid_sheets.REAL!r}")
+        is_without = grid_sheets.NO_NETWORK in self.networks or 0 in self.nics
+        if is_without and (self.networks, self.nics) != ((grid_sheets.NO_NETWORK,), (0,)):
+            raise UserError(
+                f"networks={self.networks} with nics={self.nics}: without a network, write "
+                f"({grid_sheets.NO_NETWORK!r},) and (0,)"
+            )
 
         for name in self.sheets:
             if name not in grid_tables.SHEETS:
                 raise UserError(f"sheets: {name!r}: there are {', '.join(grid_tables.SHEETS)}")
 
     @property
+    def _us_T(self) -> tuple[float | str, ...]:
+        """One for each of `tokens`."""
+        given = self.us_per_token
+        return given if isinstance(given, tuple) else (given,) * len(self.tokens)
+
+    @property
     def cells(self) -> list[dict[str, Any]]:
         """One dict for each combination, with what it takes from no axis."""
-        given = self.us_per_token
-        us_T = given if isinstance(given, tuple) else (given,) * len(self.tokens)
-        us_of = dict(zip(self.tokens, us_T, strict=True))
+        us_of = dict(zip(self.tokens, self._us_T, strict=True))
         axes: dict[str, tuple] = {
             "hosts": self.hosts if isinstance(self.hosts, tuple) else (self.hosts,), "network": self.networks,
             "relay": self.relays, "nic": self.nics, "tokens": self.tokens,
@@ -101,13 +115,13 @@ class Grid:
     def command(self, cell: dict[str, Any]) -> list[str]:
         """What runs a cell; it wants --json=FILE at its end."""
         us_per_token, dispatchers = cell["us_per_token"], (cell["dispatcher"],) if self.alone else self.dispatchers
-        layer = us_per_token if us_per_token == "real" else f"{cell['tokens'] * us_per_token * 1e-6:g}"
+        layer = us_per_token if us_per_token == grid_sheets.REAL else f"{cell['tokens'] * us_per_token * 1e-6:g}"
         lab = [
             "python", "-m", "experiments.launch", f"--hosts={cell['hosts']}",
             f"--lab={cell['network']},nic={cell['nic']}mbit", "--",
         ]  # fmt: skip
         return [
-            *(lab if cell["network"] != "none" else []),
+            *(lab if cell["network"] != grid_sheets.NO_NETWORK else []),
             "python", "-m", "experiments.bench_stack", f"--members={cell['hosts']}", f"--layers={self.layers}",
             f"--experts={self.experts}", f"--choices={self.choices}", f"--cells={cell['tokens']}:{layer}",
             f"--nic={cell['nic']}", f"--steps={self.steps}", f"--relay={cell['relay']}",
@@ -128,7 +142,7 @@ def main(argv: list[str]) -> None:
     grid = load_grid(values.config)
     exit_on_sigterm()
     results = pathlib.Path(values.results or ROOT / "results" / f"{pathlib.Path(values.config).stem}.jsonl")
-    print(grid_tables.markdown(measure(grid, results, values.cell_timeout_s)))
+    print(grid_tables.markdown(measure(grid, results, values.cell_timeout_s), grid.sheets))
 
 
 def measure(grid: Grid, results: pathlib.Path, cell_timeout_s: float) -> list[dict[str, Any]]:
@@ -198,7 +212,7 @@ def run_cell(
     said.unlink()
     shared = {
         "cell": dict(cell, **_shared(grid)), "code": code, "command": shlex.join(command),
-        "sheets": grid.sheets, "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         **rows_file.here_and_now(),
     }  # fmt: skip
     return [shared | row for row in json.loads(measured.read_text())]

@@ -7,7 +7,10 @@ from typing import Any
 from experiments import bounds, grid_sheets
 from experiments.sheet import Cell, Head, Line, Sheet, number, word
 
+MB = 1e6
 WEIGHTS, TOKENS = "pooled", "fluid:mode=tokens"  # the dispatchers that move only these
+OF_DISPATCHER = (Head("routing"), Head("T", is_number=True), Head("dispatcher"))
+XLA, POOL = ("arguments", "outputs", "temporaries"), ("slots", "stages", "cache")
 Rows = list[dict[str, Any]]
 
 
@@ -106,44 +109,50 @@ def stalls(rows: Rows) -> Sheet:
 
 
 def memory(rows: Rows) -> Sheet:
-    """What a host needs for each dispatcher."""
-    names = {
-        "arguments": "arguments", "outputs": "outputs", "temporaries": "temporaries", "shared": "pool, shared",
-        "peak": "peak of the process",
-    }  # fmt: skip
-    heads = [*grid_sheets.place_heads(rows), Head("dispatcher"), *(Head(n, is_number=True) for n in names.values())]
-    lines = [
-        Line(
-            [
-                *grid_sheets.place(row, rows),
-                word(row["dispatcher"], is_code=True),
-                *(number(row["memory"][key] / 1e6, "{:,.1f}") for key in names),
-            ],
-            [row],
-        )
-        for row in rows
-    ]
+    """A line for each dispatcher: MB of the first host, of XLA, the pool, and the process if it was alone in it."""
+    texts = (*XLA, "aliased", *POOL, "XLA and pool", "RSS before", "peak RSS")
+    heads = [*OF_DISPATCHER, *(Head(text, is_number=True) for text in texts)]
+    lines = []
+    for row in rows:
+        of_row = row["memory"]
+        together = sum(of_row[key] for key in (*XLA, *POOL)) - of_row["aliased"]
+        sizes = [*(of_row[key] for key in (*XLA, "aliased", *POOL)), together]
+        is_alone = "dispatcher" in row["cell"]
+        sizes += [of_row[key] if is_alone else None for key in ("rss_before", "peak_rss")]
+        numbers = [number(None if size is None else size / MB, "{:,.1f}") for size in sizes]
+        lines.append(Line([*_of_dispatcher(row), *numbers], [row]))
     note = (
-        "MB of the first host, each dispatcher alone in its processes. `arguments`, `outputs`, `temporaries`: XLA's "
-        "figures for a member's compiled step. `pool, shared`: slots and gradients in memory that others may map. The "
-        "peak has all of it, Python, compiler and what the pool keeps of other hosts' blocks; freed memory is not "
-        "returned."
+        "MB of the first host (1 MB = 10^6 bytes). `arguments`, `outputs`, `temporaries`: of the compiled step, XLA's "
+        "own figures; `aliased` is the part of arguments and outputs that is the same memory, and counts once in `XLA "
+        "and pool`. `slots`: published blocks, every version that is held; `stages`: gradients on their way; both as "
+        "the kernel has given them. `cache`: other hosts' blocks, by closed form. `RSS before`: the peak of the "
+        "process before anything of this dispatcher was made; `peak RSS` has the compiler's memory too."
     )
     return Sheet("Memory", heads, lines, [note])
 
 
 def dispatch_cost(rows: Rows) -> Sheet:
-    """What a dispatcher costs where nothing crosses a network."""
-    heads = [*grid_sheets.place_heads(rows), Head("dispatcher")]
-    heads += [Head(text, is_number=True) for text in ("CPU ms", "CPU us a token and layer", "step ms")]
+    """A line for each row: microseconds of CPU time for a token of the first host, beside the step time."""
+    texts = ("CPU us / token", "CPU us / token and layer", "CPU ms", "step ms")
+    heads = [*OF_DISPATCHER, *(Head(text, is_number=True) for text in texts)]
     lines = []
     for row in rows:
-        of_process = row["tokens"] * row["flags"]["members"] / row["hosts"] * row["flags"]["layers"]
-        cells = [*grid_sheets.place(row, rows), word(row["dispatcher"], is_code=True)]
-        cells += [number(row["cpu_ms"]), number(row["cpu_ms"] * 1e3 / of_process, "{:.2f}"), number(row["step_ms"])]
-        lines.append(Line(cells, [row]))
+        setting = row["flags"]
+        tokens = setting["members"] // row["hosts"] * row["tokens"]
+        us = row["cpu_ms"] * 1e3 / tokens
+        numbers = [number(us, "{:,.1f}"), number(us / setting["layers"], "{:,.1f}")]
+        numbers += [number(row["cpu_ms"]), number(row["step_ms"])]
+        lines.append(Line([*_of_dispatcher(row), *numbers], [row]))
     note = (
-        "CPU time of all threads of a process in a step. The experts' matmuls are left out, all else is there: "
-        "sorting, gathering and adding up rows, copies, publishing, gradients, the update."
+        "CPU time, user and system, of all threads of the first host's process in a step, forward, backward and "
+        "update, by the tokens of its members. Modelled device time is slept through and costs none. What is left is "
+        "the dispatcher, a stand-in for the matmuls, which reads all weights, and the update of the experts: a part "
+        "of it is the same for any number of tokens."
     )
-    return Sheet("Cost of dispatch", heads, lines, [note])
+    return Sheet("CPU time of dispatch", heads, lines, [note])
+
+
+def _of_dispatcher(row: dict[str, Any]) -> list[Cell]:
+    return [
+        word(row["flags"]["workload"]), number(row["tokens"], "{:,}"), word(row["dispatcher"], is_code=True)
+    ]  # fmt: skip

@@ -10,7 +10,7 @@ from experiments.sheet import DASH, Cell, Head, Line, Sheet, number, word
 
 OURS = "fluid"  # of the dispatchers, what the others are compared with
 BY_BYTES = "fluid:cost=bytes"  # has the least bytes
-REAL = "real"  # us_per_token where the CPU computes
+REAL, NO_NETWORK = "real", "none"  # us_per_token where the CPU computes, and the network of one process
 NEEDED = (  # of a row, a point leads inwards
     "cell.network", "cell.nic", "cell.tokens", "cell.us_per_token", "cell.steps", "flags.members", "flags.layers",
     "flags.experts", "flags.choices", "flags.d_model", "flags.nic", "flags.workload", "dispatcher", "hosts", "tokens",
@@ -33,7 +33,7 @@ def caption(rows: list[dict[str, Any]]) -> str:
 
 def _hosts(rows: list[dict[str, Any]]) -> str:
     members = _listed(sorted({row["flags"]["members"] for row in rows}))
-    is_one_process = all(row["cell"]["network"] == "none" for row in rows)
+    is_one_process = all(row["cell"]["network"] == NO_NETWORK for row in rows)
     return f"{members} members in one process" if is_one_process else f"{members} hosts with one member each"
 
 
@@ -45,12 +45,14 @@ def _device(rows: list[dict[str, Any]]) -> str:
         if row["cell"]["tokens"] not in of_value:
             of_value.append(row["cell"]["tokens"])
     if len(tokens_of) > 1:
-        values = (f"{value:g} us (T = {_listed(of_value)})" for value, of_value in tokens_of.items())
+        values = (f"{_time(value)} (T = {_listed(of_value)})" for value, of_value in tokens_of.items())
         return f"modelled device time of {', '.join(values)} a token and layer"
     (value,) = tokens_of
-    if value == REAL:
-        return "computed by the CPU"
-    return f"modelled device time of {value:g} us a token and layer"
+    return "computed by the CPU" if value == REAL else f"modelled device time of {_time(value)} a token and layer"
+
+
+def _time(us_per_token: float | str) -> str:
+    return "what the CPU takes" if us_per_token == REAL else f"{us_per_token:g} us"
 
 
 def _listed(values: Sequence[int]) -> str:

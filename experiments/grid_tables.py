@@ -1,6 +1,6 @@
 """Which tables show a grid: those that its file names, by the names that stand here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import cost_sheets, grid_sheets
@@ -18,14 +18,14 @@ SHEETS: dict[str, Callable[[Rows], Sheet]] = {
 }
 
 
-def tables(rows: Rows) -> list[Sheet]:
-    """The tables of the rows of a grid. Rows that were measured before grids named any have the summary."""
-    return [SHEETS[name](rows) for name in rows[0].get("sheets", ("summary",))]
+def tables(rows: Rows, names: Sequence[str]) -> list[Sheet]:
+    """The tables of the rows of a grid, by their names."""
+    return [SHEETS[name](rows) for name in names]
 
 
-def markdown(rows: Rows) -> str:
+def markdown(rows: Rows, names: Sequence[str]) -> str:
     """What was run, and the tables; the first one needs no title."""
-    first, *others = tables(rows)
+    first, *others = tables(rows, names)
     texts = [grid_sheets.caption(rows), first.markdown()]
     for sheet in others:
         texts += [f"{sheet.title}:", sheet.markdown()]

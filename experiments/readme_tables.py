@@ -4,8 +4,8 @@ Command:  python -m experiments.readme_tables
 
 A part stands between `<!-- KIND: NAME -->` and `<!-- end -->`:
 
-    table    a table of results/NAME.json, which `python -m experiments.NAME --json=results/NAME.json` writes
-    grid     a table of results/NAME.jsonl, which experiments.compare writes, with configs/compare/NAME.py
+    table    a table of results/NAME.json, which experiments.NAME writes
+    grid     the tables of results/NAME.jsonl, which experiments.compare writes, with configs/compare/NAME.py
     runs     tables of results/NAME.jsonl, which experiments.tables writes, with configs/tables/NAME.py
     output   what a program printed, kept in results/NAME.txt
     lines    the files of READING_ORDER with their number of lines and the first sentence of their docstring
@@ -22,7 +22,7 @@ from experiments import (
     bench_dispatch,
     bench_ffn,
     bench_pool,
-    bench_stack,
+    compare,
     grid_tables,
     rows_file,
     tables,
@@ -79,31 +79,25 @@ def rewrite(text: str, kinds: tuple[str, ...] = tuple(KINDS.split("|"))) -> str:
 
 
 def _table(name: str) -> str:
-    tables: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-        "bench_collectives": bench_collectives.table,
-        "bench_dispatch": bench_dispatch.table,
-        "bench_ffn": _ffn_table,
-        "bench_pool": bench_pool.table,
-        "bench_stack": bench_stack.table,
-    }
     path = RESULTS / f"{name}.json"
     if not path.exists():
-        raise UserError(f"{path}: no such file; make it with python -m experiments.{name} --json=results/{name}.json")
-    return tables[name](json.loads(path.read_text()))
+        raise UserError(f"{path}: no such file; make it with python -m experiments.reproduce {name}")
+    return TABLES[name](json.loads(path.read_text()))
 
 
 def _grid(name: str) -> str:
-    return grid_tables.markdown(_rows(name, f"compare --config=configs/compare/{name}.py"))
+    grid = compare.load_grid(str(ROOT / f"configs/compare/{name}.py"))
+    return grid_tables.markdown(_rows(name), grid.sheets)
 
 
 def _runs(name: str) -> str:
-    return tables.markdown(tables.load_table(name), _rows(name, f"tables {name}"))
+    return tables.markdown(tables.load_table(name), _rows(name))
 
 
-def _rows(name: str, program: str) -> list[dict[str, Any]]:
+def _rows(name: str) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.jsonl"
     if not path.exists():
-        raise UserError(f"{path}: no such file; make it with python -m experiments.{program}")
+        raise UserError(f"{path}: no such file; make it with python -m experiments.reproduce {name}")
     return rows_file.parse(path, path.read_bytes())
 
 
@@ -144,6 +138,12 @@ def _lines(_: str) -> str:
     return "\n".join(lines)
 
 
+TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {  # of the rows of a program
+    "bench_collectives": bench_collectives.table,
+    "bench_dispatch": bench_dispatch.table,
+    "bench_ffn": _ffn_table,
+    "bench_pool": bench_pool.table,
+}
 _RENDER: dict[str, Callable[[str], str]] = {
     "table": _table,
     "grid": _grid,

@@ -4,18 +4,20 @@ Command:  python -m experiments.render
 Hardware: any; it takes some seconds, and measures nothing.
 
 For each NAME.jsonl of experiments.compare or experiments.tables: NAME.md with its tables, NAME.csv with every row,
-unrounded, NAME.svg and NAME.png with its figure. And results.html, a single file for a browser with all of it: tables
-that can be sorted, and of each line the command that measured it. Nothing is written unless every row can be read.
+unrounded, NAME.svg and NAME.png with its figure; likewise of bench_collectives.json, and of experiments.traffic if its
+rows are there, but without CSV. And results.html, a single file for a browser with all of it: tables that can be
+sorted, and of each line the command that measured it. Nothing is written unless every row can be read.
 The tables in README.md are the same ones; python -m experiments.readme_tables puts them there.
 """
 
 import ast
+import json
 import pathlib
 from typing import Any
 
 from absl import flags
 
-from experiments import figures, grid_sheets, grid_tables, rows_file, tables
+from experiments import bench_collectives, compare, figures, grid_sheets, grid_tables, rows_file, tables, traffic
 from experiments.flags import ROOT, parse_flags, run
 from experiments.results_page import Part, page
 from experiments.sheet import provenance
@@ -48,14 +50,13 @@ def render(results: pathlib.Path) -> dict[str, bytes]:
     paths = sorted(results.glob("*.jsonl"))
     if not paths:
         raise UserError(f"{results}: has no *.jsonl; experiments.compare and experiments.tables write them")
-    parts = {path: _part(path) for path in paths}
-    files = {"results.html": page(list(parts.values())).encode()}
-    for part in parts.values():
+    parts = [*map(_part, paths), *_others(results)]
+    files = {"results.html": page(parts).encode()}
+    for part in parts:
         drawn = {f"{part.name}.{suffix}": content for suffix, content in figures.files(part.panels).items()}
-        files |= drawn | {
-            f"{part.name}.md": _markdown(part, has_figure=bool(drawn)).encode(),
-            f"{part.name}.csv": part.every_row.csv().encode(),
-        }
+        files |= drawn | {f"{part.name}.md": _markdown(part, has_figure=bool(drawn)).encode()}
+        if part.every_row:
+            files[f"{part.name}.csv"] = part.every_row.csv().encode()
     return files
 
 
@@ -72,10 +73,25 @@ def _part(path: pathlib.Path) -> Part:
         every_run = tables.every_run(table, rows)
         return Part(name, question, tables.caption(table, rows), sheets, every_run, figures.of_training(sheets))
     _check(path, rows, grid_sheets.NEEDED)
-    question = _question(ROOT / f"configs/compare/{name}.py")
+    config = ROOT / f"configs/compare/{name}.py"
+    names = compare.load_grid(str(config)).sheets if config.is_file() else ("summary",)
+    sheets = grid_tables.tables(rows, [name for name in names if name != "every_row"])
     every_row = grid_sheets.every_row(rows)
-    sheets = [sheet for sheet in grid_tables.tables(rows) if sheet != every_row]
-    return Part(name, question, grid_sheets.caption(rows), sheets, every_row, figures.of_grid(rows))
+    return Part(name, _question(config), grid_sheets.caption(rows), sheets, every_row, figures.of_grid(rows))
+
+
+def _others(results: pathlib.Path) -> list[Part]:
+    """Of the programs with tables that are neither a grid's nor of training runs."""
+    parts = []
+    collectives, of_traffic = results / "bench_collectives.json", results / traffic.ROWS.name
+    if collectives.exists():
+        rows = json.loads(collectives.read_text())
+        sheet, question = bench_collectives.sheet(rows), _question(ROOT / "experiments/bench_collectives.py")
+        parts.append(Part("bench_collectives", question, bench_collectives.caption(rows), [sheet], None, []))
+    if of_traffic.exists():
+        sheets = traffic.sheets(rows_file.parse(of_traffic, of_traffic.read_bytes()))
+        parts.append(Part("traffic", _question(ROOT / "experiments/traffic.py"), "", sheets, None, []))
+    return parts
 
 
 def _check(path: pathlib.Path, rows: list[dict[str, Any]], needed: tuple[str, ...]) -> None:
@@ -104,10 +120,11 @@ def _markdown(part: Part, has_figure: bool) -> str:
     parts = [f"# {part.name}", part.question, part.caption]
     if has_figure:
         parts.append(f"![{part.name}, as a figure]({part.name}.svg)")
-    for sheet in [*part.summary, part.every_row]:
+    for sheet in filter(None, [*part.summary, part.every_row]):
         parts += [f"## {sheet.title}", sheet.markdown()]
-    commands = provenance([row for line in part.every_row.lines for row in line.rows])["command"]
-    parts += ["## Commands", "\n".join(["```sh", *commands, "```"])]
+    if part.every_row:
+        commands = provenance([row for line in part.every_row.lines for row in line.rows])["command"]
+        parts += ["## Commands", "\n".join(["```sh", *commands, "```"])]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

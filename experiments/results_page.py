@@ -22,7 +22,7 @@ class Part(NamedTuple):
       question: what it answers, one line.
       caption: what its rows share.
       summary: the tables.
-      every_row: the table of all that was measured; folded away.
+      every_row: the table of all that was measured; folded away. None where the others have it all.
       panels: the figures.
     """
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     question: str
     caption: str
     summary: Sequence[Sheet]
-    every_row: Sheet
+    every_row: Sheet | None
     panels: Sequence[figures.Panel]
 
 
@@ -52,7 +52,9 @@ def page(parts: Sequence[Part]) -> str:
 
 
 def _part(part: Part) -> str:
-    every_row = f"<details><summary>{escape(part.every_row.title)}</summary>{_table(part.every_row)}</details>"
+    every_row = ""
+    if part.every_row:
+        every_row = f"<details><summary>{escape(part.every_row.title)}</summary>{_table(part.every_row)}</details>"
     return (
         f'<section id="{part.name}"><h2>{part.name}</h2><p>{escape(part.question)}</p>'
         f'<p class="note">{escape(part.caption)}</p>{_figures(part)}'

@@ -1,7 +1,7 @@
 """What would move in published models, tokens or experts: closed forms, beside the bytes that fef has counted.
 
 Command:  python -m experiments.traffic
-Hardware: none; nothing is run. The last two tables take the rows of results/slow_link.jsonl.
+Hardware: none; nothing is run. The last two tables take the rows of results/crossover.jsonl.
 
 Of a layer and pass, a receiver that has T rows of an expert moves 2 T D b bytes as tokens (there and back), or the P
 parameters of the expert, P b bytes, as weights. So T* = P / (2 D) rows are the break-even, F for an FFN of two matrices
@@ -26,7 +26,7 @@ from fef.ffn import FFNS
 TOKENS_PER_RANK = 8192
 RANKS_PER_MACHINE = 8
 ELEMENT_BYTES = 2  # bfloat16
-ROWS = ROOT / "results/slow_link.jsonl"
+ROWS = ROOT / "results/crossover.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,12 @@ LUFFY = {
 def main(argv: list[str]) -> None:
     parse_flags(argv, lambda values: None, doc=__doc__ or "")
     rows = rows_file.parse(ROWS, ROWS.read_bytes()) if ROWS.exists() else []
-    sheets = [published(), luffy()] + ([measured_bytes(rows), measured_times(rows)] if rows else [])
-    print("\n\n".join(f"## {sheet.title}\n\n{sheet.markdown()}" for sheet in sheets))
+    print("\n\n".join(f"## {sheet.title}\n\n{sheet.markdown()}" for sheet in sheets(rows)))
+
+
+def sheets(rows: list[dict[str, Any]]) -> list[Sheet]:
+    """All tables; those of measured rows only where there are some."""
+    return [published(), luffy()] + ([measured_bytes(rows), measured_times(rows)] if rows else [])
 
 
 def published() -> Sheet:

@@ -44,6 +44,16 @@ def test_rows_and_their_table(tmp_path):
         assert row["floor_ms"] == max(100, row["wire_ms"])
         assert sum(row["bytes_by_purpose"].values()) == 2 * row["bytes"]  # the members are alike
         assert row["least_bytes"] == 2 * 2 * blocks  # 16 rows of an expert are more than it and its gradient
+        assert row["compute"] == "modelled" and 0 < row["cpu_ms"]
+    memory = {row["dispatcher"]: row["memory"] for row in rows}
+    for of_row in memory.values():
+        assert of_row["aliased"] == 2 * 4 * BLOCK_BYTES  # the experts of both layers, updated in place
+        assert of_row["aliased"] < of_row["outputs"] < of_row["arguments"] and of_row["temporaries"] > 0
+        assert 0 < of_row["rss_before"] <= of_row["peak_rss"] and of_row["cache"] == 0  # read in place
+    assert memory["all_to_all"]["slots"] == memory["all_gather"]["stages"] == 0
+    # Each member's slots hold its two experts of both layers at least, a stage the gradients of all four of each.
+    assert memory["pooled"]["slots"] >= 2 * 2 * 2 * BLOCK_BYTES and memory["pooled"]["slots"] % 4096 == 0
+    assert memory["pooled"]["stages"] >= 2 * 4 * BLOCK_BYTES
 
 
 def test_a_layer_of_the_cpu_has_the_time_of_its_rows_at_the_measured_rate(tmp_path):
@@ -53,13 +63,12 @@ def test_a_layer_of_the_cpu_has_the_time_of_its_rows_at_the_measured_rate(tmp_pa
     assert done.returncode == 0, done.stderr
     assert "pool over local, computed by the CPU; median" in done.stdout
     ahead, not_ahead = json.loads(path.read_text())
-    assert ahead["is_real"] and ahead["layer_s"] == not_ahead["layer_s"] > 0
+    assert ahead["compute"] == "real" and ahead["layer_s"] == not_ahead["layer_s"] > 0
     assert ahead["compute_ms"] == pytest.approx(2 * ahead["layer_s"] * 1e3)
     # 64 rows, each with 3 * 2 FLOP for the 3 * 16 * 8 elements: the rate is one that a CPU can have.
     assert 1e6 < 64 * 6 * 384 / ahead["layer_s"] < 1e13
     assert ahead["loss"] == not_ahead["loss"] and not_ahead["max_loss_difference"] == 0
-    assert ahead["cpu_ms"] > 0 and ahead["memory"]["arguments"] >= 2 * 2 * BLOCK_BYTES
-    assert ahead["memory"]["peak"] > ahead["memory"]["shared"] > 0
+    assert ahead["utilisation"] == pytest.approx(ahead["compute_ms"] / ahead["step_ms"])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,11 @@ def test_utilisation_is_compute_by_step():
     assert bounds.utilisation(row()) == pytest.approx(0.25)
 
 
+def test_without_a_link_nothing_waits_for_it():
+    assert bounds.wire_ms(row(nic=0)) == 0
+    assert bounds.floor_ms([row(nic=0)]) == bounds.overlapped_ms(row(nic=0)) == pytest.approx(100)
+
+
 def test_only_real_rows_count():
     # Half of the experts gets no token and every second member has none: 16 of 32 places are real.
     assert bounds.compute_ms(row(workload="zero_load")) == pytest.approx(50)

@@ -51,7 +51,7 @@ def test_a_grid_goes_on_where_it_ended(grid_file, tmp_path, tmp_path_factory):
         rows_file.digest(compare.SOURCES)
     }
     assert "bench_stack" in rows[0]["command"] and rows[0]["versions"]["jax"] and grid_sheets.moved_least(rows[2])
-    assert done.stdout == grid_tables.markdown(rows) + "\n"
+    assert done.stdout == grid_tables.markdown(rows, ("summary",)) + "\n"
 
     results.write_text(first + first[:40])  # interrupted while it wrote the next cell
     done = run()
@@ -95,8 +95,19 @@ def test_a_cell_has_its_hosts_its_dispatcher_and_whose_time_it_takes():
         f"--dispatchers={GRID['dispatchers'][-1]}",
         "--layers=3",
     } < set(command)
-    alone = compare.Grid(**GRID | {"networks": ("none",)})
-    assert alone.command(alone.cells[0])[:4] == ["python", "-m", "experiments.bench_stack", "--members=2"]
+    mixed = compare.Grid(**GRID | {"us_per_token": ("real", 100.0)})
+    assert "--cells=32:real" in mixed.command(mixed.cells[0]) and "--cells=64:0.0064" in mixed.command(mixed.cells[1])
+    with pytest.raises(UserError, match="us_per_token='reel': give microseconds, or 'real'"):
+        compare.Grid(**GRID | {"us_per_token": "reel"})
+
+
+def test_without_a_network_a_cell_is_one_process():
+    grid = compare.Grid(**GRID | {"networks": ("none",), "nics": (0,), "tokens": (32,)})
+    (command,) = map(grid.command, grid.cells)
+    assert command[:4] == ["python", "-m", "experiments.bench_stack", "--members=2"] and "--nic=0" in command
+    for changes in ({"networks": ("none",)}, {"nics": (0,)}, {"networks": ("none", "leaves=1"), "nics": (0, 500)}):
+        with pytest.raises(UserError, match=r"without a network, write \('none',\) and \(0,\)"):
+            compare.Grid(**GRID | changes)
 
 
 def test_a_table_that_is_not_there():

@@ -5,6 +5,11 @@ from result_rows import grid_row
 
 from experiments import cost_sheets
 
+MEMORY = {
+    "arguments": 8_500_000, "outputs": 4_200_000, "aliased": 4_000_000, "temporaries": 100_000_000, "slots": 3_000_000,
+    "stages": 2_000_000, "cache": 12_600_000, "rss_before": 300_000_000, "peak_rss": 1_500_000_000,
+}  # fmt: skip
+
 
 def texts(sheet):
     return [[cell.text for cell in line.cells] for line in sheet.lines]
@@ -68,13 +73,22 @@ def test_stalls_are_summed_over_their_kinds():
     assert [line[5:] for line in texts(sheet)] == [["pooled", "15", "1", "16", "180", "50.0%"]]
 
 
-def test_memory_is_in_megabytes():
-    memory = {"arguments": 8_400_000, "outputs": 0, "temporaries": 50_000, "shared": 1e9, "peak": 2e9}
-    sheet = cost_sheets.memory([row("pooled", 1.0, memory=memory)])
-    assert texts(sheet)[0][5:] == ["pooled", "8.4", "0.0", "0.1", "1,000.0", "2,000.0"]
+def test_memory_has_what_is_aliased_once_and_the_process_of_who_was_alone():
+    shared = grid_row("pooled", 200.0, memory=MEMORY)
+    alone = shared | {"cell": shared["cell"] | {"dispatcher": "pooled"}}
+    head, _, first, second = cost_sheets.memory([alone, shared]).markdown().splitlines()[:4]
+    assert head == (
+        "| routing | T | dispatcher | arguments | outputs | temporaries | aliased | slots | stages | cache "
+        "| XLA and pool | RSS before | peak RSS |"
+    )
+    # 8.5 + 4.2 + 100 + 3 + 2 + 12.6 - 4
+    sizes = "| balanced | 512 | `pooled` | 8.5 | 4.2 | 100.0 | 4.0 | 3.0 | 2.0 | 12.6 | 126.3 |"
+    assert first == f"{sizes} 300.0 | 1,500.0 |" and second == f"{sizes} – | – |"
 
 
-def test_cpu_time_is_by_the_tokens_of_the_process():
-    # 4 members of 500 tokens, in one process or in four, and 2 layers.
-    sheet = cost_sheets.dispatch_cost([row("pooled", 9.0, 500, cpu_ms=20.0, hosts=hosts) for hosts in (1, 4)])
-    assert [line[-4:] for line in texts(sheet)] == [["pooled", "20", "5.00", "9"], ["pooled", "20", "20.00", "9"]]
+def test_cpu_time_is_shared_out_over_the_tokens_of_the_host():
+    in_one = grid_row("pooled", 60.0, cpu_ms=81.92, hosts=1)  # 81,920 us for 4 * 512 tokens, in 2 layers
+    head, _, first, second = cost_sheets.dispatch_cost([in_one, in_one | {"hosts": 4}]).markdown().splitlines()[:4]
+    assert head == "| routing | T | dispatcher | CPU us / token | CPU us / token and layer | CPU ms | step ms |"
+    assert first == "| balanced | 512 | `pooled` | 40.0 | 20.0 | 82 | 60 |"
+    assert second == "| balanced | 512 | `pooled` | 160.0 | 80.0 | 82 | 60 |"

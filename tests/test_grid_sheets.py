@@ -23,7 +23,7 @@ def test_the_caption_has_each_device_with_its_tokens():
 
 
 def test_the_table_says_where_fluid_loses():
-    lines = grid_tables.markdown(grid()).splitlines()
+    lines = grid_tables.markdown(grid(), ("summary",)).splitlines()
     assert lines[0].startswith("4 hosts with one member each, L=2, E=8, K=2,") and "commit c0ffee" in lines[0]
     assert lines[2:4] == [
         "| network | relay | Mbit/s | routing | T | floor | overlapped | `pooled` | `fluid` | `fluid:cost=bytes` "
@@ -37,9 +37,9 @@ def test_the_table_says_where_fluid_loses():
 
 
 def test_a_grid_shows_the_tables_that_it_names():
-    rows = [row | {"sheets": ["every_row", "summary"]} for row in grid()]
-    assert [sheet.title for sheet in grid_tables.tables(rows)] == ["Every row", "Step time"]
-    text = grid_tables.markdown(rows)
+    rows, names = grid(), ("every_row", "summary")
+    assert [sheet.title for sheet in grid_tables.tables(rows, names)] == ["Every row", "Step time"]
+    text = grid_tables.markdown(rows, names)
     first, second = grid_sheets.every_row(rows).markdown(), grid_sheets.summary(rows).markdown()
     assert text == f"{grid_sheets.caption(rows)}\n\n{first}\n\nStep time:\n\n{second}"
 

@@ -25,6 +25,7 @@ SHARED = {
     "grid_sheets",
     "grid_tables",
     "cost_sheets",
+    "step_memory",
     "figures",
     "results_page",
 }  # by the programs of experiments

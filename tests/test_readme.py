@@ -216,11 +216,11 @@ def test_the_reading_order_has_about_as_many_lines_as_it_says():
 
 def test_a_missing_result_names_the_command_that_makes_it(monkeypatch, tmp_path):
     monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
-    with pytest.raises(UserError, match="python -m experiments.bench_ffn --json=results/bench_ffn.json"):
+    with pytest.raises(UserError, match="python -m experiments.reproduce bench_ffn"):
         readme_tables.rewrite("<!-- table: bench_ffn -->\n<!-- end -->")
-    with pytest.raises(UserError, match="python -m experiments.compare --config=configs/compare/leaves.py"):
+    with pytest.raises(UserError, match="python -m experiments.reproduce leaves"):
         readme_tables.rewrite("<!-- grid: leaves -->\n<!-- end -->")
-    with pytest.raises(UserError, match="python -m experiments.tables routing"):
+    with pytest.raises(UserError, match="python -m experiments.reproduce routing"):
         readme_tables.rewrite("<!-- runs: routing -->\n<!-- end -->")
     (tmp_path / "x.txt").write_text("a\x1bb\n```\n")
     assert readme_tables.rewrite("<!-- output: x -->\nold\n<!-- end -->").splitlines() == [

@@ -224,3 +224,22 @@ def test_without_matplotlib_the_remedy_is_named(results, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(UserError, match=r"figures need matplotlib: pip install 'fef\[figures\]'"):
         render.render(results)
+
+
+def test_collectives_and_traffic_have_their_parts(results):
+    row = {
+        "collective": "psum", "sent_bytes": 6e6, "ms": 500.0, "times_ms": [500.0], "busy_ms": 450.0,
+        "busy_link": "host", "leaves": [0, 0], "nic": 100.0, "uplink": None, "bytes": 1 << 22,
+        "versions": {"jax": "1"}, "commit": "c0ffee",
+    }  # fmt: skip
+    (results / "bench_collectives.json").write_text(json.dumps([row]))
+    setting = {"members": 4, "experts": 8, "choices": 2, "layers": 2, "d_model": 256, "d_expert": 341, "nic": 100.0}
+    of_step = {"bytes_by_purpose": {"weights": 50_282_496, "gradients": 50_282_496}}
+    pair = [grid_row(name, 100.0, **of_step) for name in ("pooled", "fluid:mode=tokens")]
+    write(results / "crossover.jsonl", [row | {"flags": row["flags"] | setting} for row in pair])
+    files = render.render(results)
+    assert "| psum | 6.0 | 500 | host, 90% |" in files["bench_collectives.md"].decode()
+    assert "| 512 | `pooled` | 100.6 | 100.6 | 1.00 |" in files["traffic.md"].decode()
+    page = files["results.html"].decode()
+    assert '<section id="bench_collectives">' in page and '<section id="traffic">' in page
+    assert not {"bench_collectives.csv", "traffic.csv"} & set(files)

@@ -2,7 +2,7 @@
 
 Command:  python -m experiments.compare --config=configs/compare/overlap.py
 Hardware: one machine, 2 cores or more, root for the lab; nothing else running.
-Time:     6 minutes on 2 cores.
+Time:     10 minutes on 2 cores.
 Expected: reading a whole layer before computing stalls most; computing with blocks as they come, and fetching ahead
           what the last step used, take most of the stalls away. With few tokens, which do not hide weights, fluid's
           choice is what helps.
@@ -18,10 +18,10 @@ from typing import Any
 def get_grid() -> dict[str, Any]:
     return {
         "networks": ("leaves=1",),
-        "nics": (400,),
+        "nics": (200,),
         "tokens": (1024, 4096),
         "workloads": ("balanced", "hot_experts"),
-        "us_per_token": 116.0,
+        "us_per_token": 232.0,
         "layers": 4,
         "dispatchers": (
             "pooled:dispatch.matmul=jax:pool.fetch_ahead=False",
@@ -34,5 +34,5 @@ def get_grid() -> dict[str, Any]:
 
 
 def get_quick() -> dict[str, Any]:
-    """Few tokens and one routing; 2 minutes."""
+    """Few tokens and one routing; 3 minutes."""
     return get_grid() | {"tokens": (1024,), "workloads": ("balanced",)}

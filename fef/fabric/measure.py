@@ -5,7 +5,7 @@ Letters: R members, T tokens, D, F widths, E experts.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,30 +117,44 @@ def _row_seconds(mesh: Mesh, d_model: int, rows: int) -> float:
     return _seconds_beyond(program(True), program(False), jnp.asarray(handle_2), blocks)
 
 
-def gemm_rate(mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, matmul: str = "auto") -> tuple[float, float]:
-    """FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows.
+def gemm_rate(
+    mesh: Mesh, kind: Ffn, d_model: int, d_expert: int, matmul: str = "auto", rows: Sequence[int] = ROWS
+) -> tuple[float, float]:
+    """Of expert matmuls, forward and backward, on one of this host's devices while all others compute too.
 
-    Of this host's members, while those of all hosts compute.
+    Args:
+      mesh: of all hosts, which call this together.
+      kind, d_model, d_expert: of the experts.
+      matmul: of the expert FFN.
+      rows: of the GEMMs that are timed, two numbers or more.
+
+    Returns:
+      FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows.
+
+    Raises:
+      UserError: a host did not come.
     """
     members = mesh.size
 
-    def seconds(rows: int) -> float:
+    def seconds(num_rows: int) -> float:
         def member(x_ND: jax.Array, experts: Experts) -> tuple:
-            segments = segments_of_counts(jnp.full(1, rows, jnp.int32))
+            segments = segments_of_counts(jnp.full(1, num_rows, jnp.int32))
 
             def total(x_ND: jax.Array, experts: Experts) -> jax.Array:
                 return expert_ffn(x_ND, experts, segments, matmul).sum()
 
-            return jax.grad(total, argnums=(0, 1))(x_ND, experts)
+            # With the value, or XLA leaves out the last matmul of the forward pass, which is counted below.
+            value, gradients = jax.value_and_grad(total, argnums=(0, 1))(x_ND, experts)
+            return value[None], gradients
 
         shapes = kind.shapes(d_model, d_expert)
         experts = Experts(kind, {part: jnp.ones((members, *shape)) * 1e-3 for part, shape in shapes.items()})
         run = jax.jit(island(mesh, member, (TOKENS, TOKENS), TOKENS))
-        return _median_seconds(run, jnp.ones((members * rows, d_model)), experts)
+        return _median_seconds(run, jnp.ones((members * num_rows, d_model)), experts)
 
-    per_row, fixed = np.polyfit(ROWS, [seconds(rows) for rows in ROWS], 1)
+    per_row, fixed = np.polyfit(rows, [seconds(num_rows) for num_rows in rows], 1)
     per_row = max(per_row, 1e-12)
-    return 3 * kind.flops_per_row(d_model, d_expert) / per_row, float(np.clip(fixed / per_row, 0.0, ROWS[-1]))
+    return 3 * kind.flops_per_row(d_model, d_expert) / per_row, float(np.clip(fixed / per_row, 0.0, rows[-1]))
 
 
 def _seconds_beyond(run: Callable, without: Callable, *args: Any) -> float:
