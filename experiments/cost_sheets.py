@@ -103,7 +103,7 @@ def stalls(rows: Rows) -> Sheet:
     note = (
         "ms of the last step in which the first member's device could only wait, forward and backward, by the layer "
         "that waited. What else a step has beyond compute is outside of the layers: gradients on their way home, the "
-        "next step's blocks."
+        "next step's blocks. With `matmul=jax` reads wait side by side, and their sum may exceed the step."
     )
     return Sheet("Stalls by layer", heads, lines, [note])
 

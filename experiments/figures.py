@@ -92,7 +92,8 @@ def of_grid(rows: list[dict[str, Any]]) -> list[Panel]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in of_cells:
         shown = [cell[key] for key in varying] if several else []
-        title = ", ".join([f"{cell['nic']:g} Mbit/s", *shown, *([] if several else [f"T = {cell['tokens']:,}"])])
+        link = f"{cell['nic']:g} Mbit/s" if cell["nic"] else "no network"
+        title = ", ".join([link, *shown, *([] if several else [f"T = {cell['tokens']:,}"])])
         groups.setdefault(title, []).append(cell)
     panels = []
     for title, group in groups.items():

@@ -77,7 +77,8 @@ def _part(path: pathlib.Path) -> Part:
     names = compare.load_grid(str(config)).sheets if config.is_file() else ("summary",)
     sheets = grid_tables.tables(rows, [name for name in names if name != "every_row"])
     every_row = grid_sheets.every_row(rows)
-    return Part(name, _question(config), grid_sheets.caption(rows), sheets, every_row, figures.of_grid(rows))
+    panels = figures.of_grid(rows) if "summary" in names else []  # else it is not about step times
+    return Part(name, _question(config), grid_sheets.caption(rows), sheets, every_row, panels)
 
 
 def _others(results: pathlib.Path) -> list[Part]:

@@ -2,10 +2,10 @@
 
 Command:  python -m experiments.compare --config=configs/compare/real_compute.py
 Hardware: one machine, 2 cores or more, root for the lab; nothing else running. Hosts share the cores.
-Time:     5 minutes on 2 cores; the longest step takes 4 s.
-Expected: on 2 cores large GEMMs and the link take about a second each in a step of pooled. pooled and fluid lose part
-          of what they hide, for what moves blocks takes CPU time from the matmuls; all_to_all, whose rows take two
-          seconds and are not hidden, loses less. Small GEMMs and the cores' own contention count as loss.
+Time:     5 minutes on 2 cores; the longest step takes some seconds.
+Expected: on 2 cores large GEMMs and the link take about a second each in a step of pooled. pooled and fluid are first
+          and equal, with half or more of the step in GEMMs, less than where device time is modelled: what moves and
+          sorts takes its CPU time from the matmuls. all_gather, token rows and all_to_all follow, in this order.
 """
 
 from typing import Any
