@@ -56,11 +56,13 @@ COMMON = ("all_to_all", "all_to_all:form=shifted", "all_gather", "fluid:mode=tok
 
 
 def small(grid, has_all):
-    """The last cell of a grid, on two hosts with few tokens; dispatchers that all grids have only if `has_all`."""
+    """The last cell of a grid, on few hosts with few tokens; dispatchers that all grids have only if `has_all`."""
     own = [name for name in grid["dispatchers"] if name not in COMMON] or ["pooled"]
     us_per_token = grid["us_per_token"] if grid["us_per_token"] == "real" else 20.0
+    relays = grid.get("relays", ("auto",))[-1:]
     return grid | {
-        "hosts": 2, "networks": grid["networks"][-1:], "relays": grid.get("relays", ("auto",))[-1:], "nics": (1000,),
+        "hosts": 4 if relays == ("on",) else 2,  # a relay needs a second host on its leaf
+        "networks": grid["networks"][-1:], "relays": relays, "nics": (1000,) if any(grid["nics"]) else (0,),
         "tokens": (32,), "workloads": grid["workloads"][-1:], "us_per_token": us_per_token, "steps": 1,
         "dispatchers": grid["dispatchers"] if has_all else tuple(own),
     }  # fmt: skip
@@ -74,7 +76,7 @@ def test_every_grid_runs_from_start_to_end(path, tmp_path, tmp_path_factory):
     copy = tmp_path / path.name
     copy.write_text(f"def get_grid():\n    return {grid!r}\n\n\nget_quick = get_grid\n")
     said = reproduced(copy, tmp_path, tmp_path_factory)
-    assert said.startswith("2 ") and f"L={grid.get('layers', 2)}, E=8, K=2" in said
+    assert said.startswith(f"{grid['hosts']} ") and f"L={grid.get('layers', 2)}, E=8, K=2" in said
     for name in grid["dispatchers"]:
         assert f"`{name}`" in said
     assert len(re.findall(r"^\| --- \|", said, re.M)) == len(grid.get("sheets", ("summary",)))

@@ -126,7 +126,7 @@ def gemm_rate(
       mesh: of all hosts, which call this together.
       kind, d_model, d_expert: of the experts.
       matmul: of the expert FFN.
-      rows: of the GEMMs that are timed, two numbers or more.
+      rows: of the GEMMs that are timed, two numbers or more, the largest last.
 
     Returns:
       FLOP/s of large GEMMs, and rows at which a GEMM has half of it, from a line through times over rows.
@@ -152,8 +152,10 @@ def gemm_rate(
         run = jax.jit(island(mesh, member, (TOKENS, TOKENS), TOKENS))
         return _median_seconds(run, jnp.ones((members * num_rows, d_model)), experts)
 
-    per_row, fixed = np.polyfit(rows, [seconds(num_rows) for num_rows in rows], 1)
-    per_row = max(per_row, 1e-12)
+    times = [seconds(num_rows) for num_rows in rows]
+    per_row, fixed = np.polyfit(rows, times, 1)
+    # Of GEMMs too small to be told from noise the line may fall: the largest has half of the rate at least.
+    per_row = max(per_row, times[-1] / (2 * rows[-1]))
     return 3 * kind.flops_per_row(d_model, d_expert) / per_row, float(np.clip(fixed / per_row, 0.0, rows[-1]))
 
 
