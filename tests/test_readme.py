@@ -199,10 +199,10 @@ def test_numbers_are_those_of_the_results():
     parts = [(match["kind"], match["name"]) for match in readme_tables.PART.finditer(README)]
     assert parts == [
         ("output", "train_tiny"), ("table", "bench_dispatch"), ("table", "bench_pool"), ("grid", "headline"),
-        ("grid", "large_batch"), ("grid", "crossover"), ("grid", "envelope"), ("grid", "baselines"),
-        ("grid", "scaling"), ("grid", "leaves"), ("grid", "overlap"), ("grid", "real_compute"),
-        ("grid", "dispatch_cost"), ("grid", "memory"), ("lines", "reading_order"), ("runs", "routing"),
-        ("table", "bench_ffn"),
+        ("grid", "large_batch"), ("grid", "skew"), ("grid", "crossover"), ("grid", "envelope"),
+        ("grid", "baselines"), ("grid", "scaling"), ("grid", "leaves"), ("grid", "placement"),
+        ("grid", "overlap"), ("grid", "real_compute"), ("grid", "dispatch_cost"), ("grid", "memory"),
+        ("lines", "reading_order"), ("runs", "routing"), ("table", "bench_ffn"),
     ]  # fmt: skip
     wanted = readme_tables.rewrite(README, kinds=("table", "grid", "runs", "output"))
     assert wanted == README, "run python -m experiments.readme_tables"

@@ -3,10 +3,10 @@
 Command:  python -m experiments.compare --config=configs/compare/dispatch_cost.py
 Hardware: one machine, 2 cores or more; nothing else running. One process with four virtual devices: no lab, no root.
 Time:     5 minutes on 2 cores.
-Expected: pooled, all_gather and fluid:mode=tokens about 20 us at T=512 and half of it at T=4096, for a part of each
-          step is the same for any number of tokens; fluid costs more than either of its ways where tokens are few. Both
-          forms of all_to_all take up to several times as much, shifted most under uneven routing: rows are copied, with
-          padding.
+Expected: pooled, all_gather and fluid:mode=tokens 10 to 20 us at T=512 and about half of it at T=4096, for a part of
+          each step is the same for any number of tokens; fluid costs more than either of its ways where tokens are
+          few. Both forms of all_to_all take up to several times as much, shifted most under uneven routing: rows are
+          copied, with padding.
 """
 
 from typing import Any

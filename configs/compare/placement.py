@@ -3,8 +3,9 @@
 Command:  python -m experiments.compare --config=configs/compare/placement.py
 Hardware: one machine, 2 cores or more, root for the lab; nothing else running.
 Time:     10 minutes on 2 cores.
-Expected: all_gather, whose ring then crosses an uplink once, loses most when hosts alternate between the leaves; those
-          that read from all pairs of hosts lose nothing, for as many pairs cross in any order.
+Expected: when hosts alternate between the leaves, all_gather, whose ring then crosses an uplink at each hop, loses a
+          third; exact token rows a fifth; pooled and fluid, which read a block once for a leaf, less than a tenth;
+          all_to_all nothing, for as many pairs of hosts cross in any order.
 """
 
 from typing import Any

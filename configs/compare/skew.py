@@ -17,6 +17,7 @@ def get_grid() -> dict[str, Any]:
         "tokens": (4096,),
         "workloads": ("zipf:0", "zipf:0.6", "zipf:1.2"),
         "us_per_token": 116.0,
+        "sheets": ("summary", "every_row"),
         "dispatchers": ("all_to_all", "all_to_all:form=shifted", "all_gather", "fluid:mode=tokens", "pooled", "fluid"),
     }
 
