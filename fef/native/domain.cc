@@ -12,8 +12,7 @@ namespace fef {
 
 namespace {
 
-constexpr int kVersionsRemembered = 16;    // for late ledger reads and for telling "stale" from "never published"
-constexpr uint64_t kBeingWritten = ~0ull;  // in SlotHeader::version; no version has this key
+constexpr int kVersionsRemembered = 16;  // for late ledger reads and for telling "stale" from "never published"
 
 size_t RoundUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
@@ -69,7 +68,9 @@ Status Domain::Open() {
     Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks,
                                             neighbourhood_.folder);
     if (!status.ok()) return status;
-    if (status = TakeSlots(rank, 1); !status.ok()) return status;  // a model that cannot fit is refused now
+    // A model that cannot fit is refused now.
+    status = shape_.is_resident ? OpenResident(rank, name + "-r" + std::to_string(rank)) : TakeSlots(rank, 1);
+    if (!status.ok()) return status;
     SendSegment(rank, *segments_[rank]);
   }
   stage_segments_[me_] = std::make_unique<MemorySegment>();

@@ -40,6 +40,8 @@ namespace fef {
 
 constexpr int64_t kSumChunk = 16384;  // floats per summing task: fits the L1/L2 caches of source and destination
 constexpr int kMaxMembers = 64;  // sets of ranks, and of hosts, are the bits of a uint64_t
+constexpr int kResidentSlots = 2;  // the contents, and the next ones
+constexpr uint64_t kBeingWritten = ~0ull;  // in SlotHeader::version; no version has this key
 
 struct TableShape {
   std::string name;
@@ -55,6 +57,8 @@ struct TableShape {
   int stages = 2;
   int64_t cache_bytes = INT64_MAX;  // of other hosts' blocks
   bool is_fetched_ahead = true;     // what was used last time, as soon as it can be had
+  bool is_resident = false;         // its contents stay from version to version; see domain_resident.cc
+  int64_t own_elems = 0;            // of a resident table: floats that the home keeps beside each block
 
   int64_t block_bytes() const { return block_elems * elem_bytes; }
 };
@@ -108,6 +112,13 @@ class Lease {
 struct Loan {
   int expert;
   Lease lease;
+};
+
+// A home's block of a resident table.
+struct ResidentBlock {
+  char* block = nullptr;
+  float* own = nullptr;             // null if the table has none
+  const float* gradient = nullptr;  // the sum under the version asked for; null if nobody sent one
 };
 
 // The R members of one data-parallel group and their share of one table. Thread-safe.
@@ -189,6 +200,19 @@ class Domain {
   // Closes the version for `rank` without collecting. Does nothing when it is no longer remembered.
   Status Release(const Version& version, int rank);
 
+  // Of resident tables. The version of contents that were committed and that no program has renewed yet; 0: none.
+  int32_t Unrenewed();
+  // Makes `rank`'s contents readable under the version, if they are those after so many updates.
+  Status Renew(const Version& version, int rank, int64_t run, int64_t contents);
+  // Once all readers of the contents before are gone, the next ones may be written.
+  Status BeginUpdate(const Version& next, int rank);
+  // Where a block of the contents lies, with its gradient under the version; is_next: of the contents being written.
+  Status FindResident(const Version& version, int rank, int layer, int local, bool is_next, ResidentBlock* found);
+  // What was written is the contents, readable under the version; is_kept: with the bytes that were there before.
+  Status Commit(const Version& next, int rank, bool is_kept, Executor& executor);
+  // The first block and its home's own floats, [layer][local] each, to be filled or looked at between programs.
+  Status Contents(int rank, char** blocks, float** own_floats);
+
   void CountWait(const Version& version, int rank, int layer, WaitKind kind, double microseconds);
   // counts: [layers, kNumPurposes, experts] blocks; waits_us: [layers, kNumWaitKinds].
   Status ReadLedger(const Version& version, int rank, int32_t* counts, float* waits_us);
@@ -207,7 +231,15 @@ class Domain {
   };
   struct Gradients {  // sums of one home under one version
     FloatArray sums;
-    std::vector<char> written;  // [layers * blocks_per_member]
+    float* resident_sums = nullptr;  // of a resident table, in place of `sums`
+    std::vector<char> written;       // [layers * blocks_per_member]
+    float* data() const { return resident_sums != nullptr ? resident_sums : sums.get(); }
+  };
+  struct Residence {  // of a member of this host in a resident table
+    std::unique_ptr<MemorySegment> own, sums;  // [slot][layer][local][own_elems]; [layer][local][block_elems]
+    int slot = 0;                              // holds the contents
+    int64_t contents = 0;                      // updates that they have had
+    uint64_t version = 0;                      // under which they are readable
   };
   struct VersionState {
     int64_t run = 0;
@@ -287,6 +319,10 @@ class Domain {
     return uint64_t(shape_.members) * num_members_of(host) * shape_.blocks_per_member * shape_.block_elems;
   }
   Status CheckOpen(const Version& version, const char* op) const;
+  Status OpenResident(int rank, const std::string& name);
+  Status CheckResident(const Version& version, int rank, const char* op) const;
+  void Show(const Version& version, int rank);
+  float* own(int rank, int slot, int layer, int local) const;
   Status Refused(Status status);
   Status Forgotten(const Version& version, const char* op) const;
   Status FindVersion(const Version& version, const char* op, VersionState** state);
@@ -409,6 +445,8 @@ class Domain {
   std::atomic<int64_t> num_refused_{0};
   Status failure_;                                        // what went wrong where nobody could be told
   std::vector<int> slots_taken_;                          // per member
+  std::map<int, Residence> residences_;                   // by rank; empty unless the table is resident
+  int32_t committed_ = 0;                                 // see Unrenewed
   std::map<uint64_t, VersionState> versions_;
   uint64_t last_forgotten_ = 0;  // versions up to here that are not in versions_ have been there
   int64_t latest_run_ = 0;

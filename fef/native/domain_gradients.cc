@@ -355,8 +355,10 @@ Status Domain::PrepareSums(const Stage& stage, std::vector<Gradients*>* sums) {
   VersionState& state = versions_.at(std::get<0>(*stage.key));  // a staged version is not forgotten
   for (int rank : local_ranks_) {
     Gradients& gradients = state.gradients[rank];
-    if (gradients.sums == nullptr) {
-      if (spare_gradients_.empty()) {
+    if (gradients.data() == nullptr) {
+      if (shape_.is_resident) {
+        gradients.resident_sums = reinterpret_cast<float*>(residences_.at(rank).sums->data());
+      } else if (spare_gradients_.empty()) {
         gradients.sums = Allocate(elems);
         if (gradients.sums == nullptr) return NoMemory("accumulate: table " + shape_.name, elems);
       } else {
@@ -381,7 +383,7 @@ Status Domain::SumHosts(const Stage& stage, Executor& executor) {
     if (!is_here(home)) return;
     const int64_t begin = int64_t(task % chunks) * kSumChunk, end = std::min(begin + kSumChunk, elems);
     const int64_t index = SumIndex(layer, shape_.local[expert]);
-    float* sum = sums[home]->sums.get() + index * elems;
+    float* sum = sums[home]->data() + index * elems;
     bool is_written = sums[home]->written[index];
     for (int host : sum_order_) {
       const float* part = stage.sums[host][expert];

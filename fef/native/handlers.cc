@@ -1,5 +1,5 @@
-// XLA's FFI custom calls: one short wrapper for each function of the core. The only file that includes XLA's header.
-// Python registers the entries of fef_registrations (at the end) with XLA.
+// XLA's FFI custom calls: one short wrapper for each function of the core, those of resident tables in a file of their
+// own. Python registers the entries of fef_registrations (at the end) with XLA.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -16,37 +16,12 @@
 #include "device.h"
 #include "fluid_ffn.h"
 #include "gemm.h"
-#include "parallel.h"
-#include "pool.h"
+#include "handlers.h"
 #include "pooled_ffn.h"
 #include "task.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace fef {
 namespace {
-
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::BufferR1<ffi::S32>;
-using Vector = ffi::BufferR1<ffi::F32>;
-
-// The threads of XLA's CPU backend. With virtual devices that pool has more threads than there are cores; a helper
-// without a core of its own only takes cache from the others.
-class XlaExecutor : public Executor {
- public:
-  explicit XlaExecutor(ffi::ThreadPool pool) : pool_(pool) {}
-
-  void Schedule(std::function<void()> work) override { pool_.Schedule(std::move(work)); }
-
-  int64_t Parallelism() const override {
-    static const int64_t num_cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
-    return std::min(num_cores, pool_.num_threads() + 1);
-  }
-
- private:
-  ffi::ThreadPool pool_;
-};
 
 std::vector<RowSegment> MakeSegments(const Ints& first, const Ints& rows, const Ints& expert) {
   std::vector<RowSegment> segments(first.element_count());
@@ -184,63 +159,6 @@ XLA_FFI_DEFINE_HANDLER(kDeviceFinish, DeviceFinishHandler,
                            .Attr<double>("half_rows"));
 
 // ---- The pool ----
-//
-// Every pool operation begins with two operands that say where it acts, both run-time values so that a compiled program
-// serves any pool: version (4,) = table, incarnation, counter, microbatch; member (2,) = data-parallel group, rank.
-// Tokens are () float32 without a value: they only carry order.
-
-using Token = ffi::BufferR0<ffi::F32>;
-using Scalar = ffi::BufferR0<ffi::S32>;
-
-// The text begins with the Python type of the error (fef/pool/errors.py): XLA does not hand on the code in every case.
-ffi::Error ToError(const Status& status) {
-  auto error = [&](ffi::ErrorCode code, const char* type) {
-    return ffi::Error(code, std::string(type) + ": " + status.message);
-  };
-  switch (status.code) {
-    case Code::kOk: return ffi::Error::Success();
-    case Code::kInvalidArgument: return error(ffi::ErrorCode::kInvalidArgument, "PoolError");
-    case Code::kStaleVersion: return error(ffi::ErrorCode::kNotFound, "StaleVersionError");
-    case Code::kDeadlineExceeded: return error(ffi::ErrorCode::kDeadlineExceeded, "PoolTimeoutError");
-    case Code::kResourceExhausted: return error(ffi::ErrorCode::kResourceExhausted, "PoolExhaustedError");
-    case Code::kPoolClosed: return error(ffi::ErrorCode::kFailedPrecondition, "PoolClosedError");
-    case Code::kPeerLost: {
-      ReportPeerLoss();
-      return error(ffi::ErrorCode::kUnavailable, "PeerLostError");
-    }
-  }
-  return ffi::Error(ffi::ErrorCode::kInternal, status.message);
-}
-
-// The operands every operation begins with, resolved.
-struct Place {
-  std::shared_ptr<Pool> pool;
-  Domain* domain = nullptr;
-  Version version;
-  int rank = 0;
-
-  Status Resolve(const Ints& version_bits, const Ints& member) {
-    if (version_bits.element_count() != 4 || member.element_count() != 2) {
-      return Status::Error(Code::kInvalidArgument, "the pool: a version has 4 entries, not ",
-                           version_bits.element_count());
-    }
-    const int32_t* bits = version_bits.typed_data();
-    version = {bits[1], bits[2], bits[3]};
-    rank = member.typed_data()[1];
-    pool = FindPool(version.incarnation);
-    if (pool == nullptr) {
-      return Status::Error(Code::kPoolClosed, "the pool of version ", version.text(),
-                           " was closed; open one and publish again");
-    }
-    domain = pool->domain(bits[0], member.typed_data()[0]);
-    if (domain == nullptr || rank < 0 || rank >= domain->shape().members) {
-      return Status::Error(Code::kInvalidArgument, "table ", bits[0], " has no group ", member.typed_data()[0],
-                           ", rank ", rank);
-    }
-    domain->Chaos();
-    return Status::Ok();
-  }
-};
 
 std::vector<int> ToVector(const Ints& ints) {
   return std::vector<int>(ints.typed_data(), ints.typed_data() + ints.element_count());
@@ -775,6 +693,14 @@ const Registration fef_registrations[] = {
     {"fef_collect", kCollect},
     {"fef_release", kRelease},
     {"fef_ledger", kLedger},
+    {"fef_renewal", fef_renewal},
+    {"fef_renew", fef_renew},
+    {"fef_fill", fef_fill},
+    {"fef_begin_update", fef_begin_update},
+    {"fef_gradient_of", fef_gradient_of},
+    {"fef_contents_of", fef_contents_of},
+    {"fef_write_next", fef_write_next},
+    {"fef_commit", fef_commit},
     {nullptr, nullptr},
 };
 

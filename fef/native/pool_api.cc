@@ -86,7 +86,7 @@ void fef_pool_close(int32_t incarnation) { fef::ClosePool(incarnation); }
 int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int experts, int members,
                        const int32_t* home, const int32_t* local, int blocks_per_member, int64_t block_elems,
                        int elem_bytes, int slots, int stages, int64_t cache_bytes, int is_fetched_ahead,
-                       int32_t* table, char* error, int error_bytes) {
+                       int is_resident, int64_t own_elems, int32_t* table, char* error, int error_bytes) {
   const auto pool = fef::FindPool(incarnation);
   if (pool == nullptr) {
     const auto status = fef::Status::Error(fef::Code::kPoolClosed, "table ", name, ": the pool was closed");
@@ -102,11 +102,25 @@ int fef_pool_add_table(int32_t incarnation, const char* name, int layers, int ex
   shape.blocks_per_member = blocks_per_member;
   shape.block_elems = block_elems;
   shape.elem_bytes = elem_bytes;
-  shape.slots = slots;
+  shape.slots = is_resident ? fef::kResidentSlots : slots;
   shape.stages = stages;
   shape.cache_bytes = cache_bytes;
   shape.is_fetched_ahead = is_fetched_ahead != 0;
+  shape.is_resident = is_resident != 0;
+  shape.own_elems = own_elems;
   return ToCode(pool->AddTable(shape, table), error, error_bytes);
+}
+
+// Where the contents of a resident table's member lie, [layer][local] blocks, and the floats kept beside them. They move
+// with each update.
+int fef_pool_contents(int32_t incarnation, int table, int group, int rank, char** blocks, float** own, char* error,
+                      int error_bytes) {
+  const auto pool = fef::FindPool(incarnation);
+  fef::Domain* domain = pool == nullptr ? nullptr : pool->domain(table, group);
+  if (domain == nullptr) {
+    return ToCode(fef::Status::Error(fef::Code::kPoolClosed, "table ", table, ": the pool was closed"), error, error_bytes);
+  }
+  return ToCode(domain->Contents(rank, blocks, own), error, error_bytes);
 }
 
 }  // extern "C"

@@ -16,8 +16,8 @@ BENCH = build.FOLDER / "bench"
 # What a host of a pool is made of, without XLA and BLAS.
 CORE = (
     "client.cc", "domain.cc", "domain_gradients.cc", "domain_hosts.cc", "domain_one_sided.cc", "domain_relay.cc",
-    "domain_tokens.cc", "fabric.cc", "flight.cc", "host_cache.cc", "memory_segment.cc", "one_sided_reads.cc",
-    "parallel.cc", "server.cc", "socket.cc",
+    "domain_resident.cc", "domain_tokens.cc", "fabric.cc", "flight.cc", "host_cache.cc", "memory_segment.cc",
+    "one_sided_reads.cc", "parallel.cc", "server.cc", "socket.cc",
 )  # fmt: skip
 
 

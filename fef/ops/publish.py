@@ -41,6 +41,13 @@ def opaque_handle(handle_2: np.ndarray) -> jax.Array:
     return call(table=np.int32(table), incarnation=np.int32(incarnation))
 
 
+def agree_on_version(handle_2: jax.Array, ticket: str = "fef_ticket") -> jax.Array:
+    """Version (4,) int32 of all members, with the number that the first one has drawn by the call `ticket`."""
+    call = jax.ffi.ffi_call(ticket, jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)
+    counter = jax.lax.psum(call(handle_2, member_index()), AXES)
+    return jnp.stack([handle_2[0], handle_2[1], counter, jnp.int32(0)])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def publish(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Publishes this member's blocks of all layers of a table. Call inside an island, once per optimizer step.
@@ -63,15 +70,10 @@ def publish(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any) -> t
     """
     if not arrays or len(arrays) % num_parts:
         raise ValueError(f"publish: {len(arrays)} arrays are no whole number of runs of {num_parts} parts")
-    member_2 = member_index()
-    ticket = jax.ffi.ffi_call("fef_ticket", jax.ShapeDtypeStruct((), jnp.int32), has_side_effect=True)(
-        handle_2, member_2
-    )
-    counter = jax.lax.psum(ticket, AXES)
-    version_4 = jnp.stack([handle_2[0], handle_2[1], counter, jnp.int32(0)])
+    version_4 = agree_on_version(handle_2)
     stored = [array.astype(dtype) for array in arrays]
     call = jax.ffi.ffi_call("fef_publish", TOKEN, has_side_effect=True)
-    return version_4, call(version_4, member_2, *stored, num_parts=num_parts)
+    return version_4, call(version_4, member_index(), *stored, num_parts=num_parts)
 
 
 def _publish_fwd(handle_2: jax.Array, arrays: tuple, num_parts: int, dtype: Any) -> Any:

@@ -174,7 +174,13 @@ class Pool:
             atexit.unregister(self.close)
 
     def table(
-        self, name: str, num_layers: int, experts: ExpertTable, shapes: Sequence[tuple], dtype: Any
+        self,
+        name: str,
+        num_layers: int,
+        experts: ExpertTable,
+        shapes: Sequence[tuple],
+        dtype: Any,
+        own_elems: int | None = None,
     ) -> "np.ndarray":
         """Makes room for the blocks of some layers.
 
@@ -184,6 +190,8 @@ class Pool:
           experts: homes and places of the experts.
           shapes: the matrices of one block, e.g. ((D, F), (D, F), (F, D)).
           dtype: how a block is stored, float32 or bfloat16.
+          own_elems: of a resident table, whose contents stay from version to version and are changed block by block:
+            float32 numbers that the home keeps beside each block. None: a table that each program publishes anew.
 
         Returns:
           handle (2,) int32 for `fef.ops.publish`: the table's number and the pool's incarnation.
@@ -200,11 +208,21 @@ class Pool:
             )
         elems = sum(int(np.prod(shape)) for shape in shapes)
         key = f"{name}:{num_layers}x{experts.num_experts}x{elems}x{jnp.dtype(dtype).name}"
+        if own_elems is not None:
+            key += f"+{own_elems}"
         if key not in self._tables:
-            self._tables[key] = self._add_table(name, num_layers, experts, elems, jnp.dtype(dtype).itemsize)
+            self._tables[key] = self._add_table(name, num_layers, experts, elems, jnp.dtype(dtype).itemsize, own_elems)
         return np.array([self._tables[key], self.incarnation], np.int32)
 
-    def _add_table(self, name: str, num_layers: int, experts: ExpertTable, block_elems: int, elem_bytes: int) -> int:
+    def _add_table(
+        self,
+        name: str,
+        num_layers: int,
+        experts: ExpertTable,
+        block_elems: int,
+        elem_bytes: int,
+        own_elems: int | None,
+    ) -> int:
         ints = ctypes.POINTER(ctypes.c_int32)
         number = ctypes.c_int32()
         home_E, local_E = experts.home_E, experts.local_E
@@ -212,7 +230,8 @@ class Pool:
             "fef_pool_add_table", name.encode(), num_layers, experts.num_experts, experts.num_members,
             home_E.ctypes.data_as(ints), local_E.ctypes.data_as(ints), experts.per_member,
             ctypes.c_int64(block_elems), elem_bytes, self.config.slots, self.config.stages,
-            ctypes.c_int64(self.config.cache_bytes), int(self.config.fetch_ahead), ctypes.byref(number),
+            ctypes.c_int64(self.config.cache_bytes), int(self.config.fetch_ahead),
+            int(own_elems is not None), ctypes.c_int64(own_elems or 0), ctypes.byref(number),
         )  # fmt: skip
         return number.value
 

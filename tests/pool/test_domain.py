@@ -8,7 +8,7 @@ import subprocess
 from fef.native import build, programs
 
 SOURCES = (*programs.CORE, "liveness.cc", "pool.cc", "task.cc")
-TESTS = ("pool_test", "hosts_test", "relay_test", "kill_test")
+TESTS = ("pool_test", "resident_test", "hosts_test", "relay_test", "kill_test")
 FOLDER = pathlib.Path(__file__).parents[1] / "native"
 
 
