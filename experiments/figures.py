@@ -30,6 +30,7 @@ KNOWN = (
 WIDTH_IN, HEIGHT_IN = 4.6, 3.0  # of a panel
 LETTERS = 11.0  # points; a page on a phone shows a panel at about its own size
 MAX_COLUMNS = 3
+MOST_LETTERS = 20  # in a line of a name beside bars
 STYLE = {
     "font.family": "sans-serif", "font.size": LETTERS, "axes.spines.top": False, "axes.spines.right": False,
     "svg.fonttype": "none", "text.color": LIGHT["ink"], "axes.labelcolor": LIGHT["soft"],
@@ -101,10 +102,20 @@ def of_grid(rows: list[dict[str, Any]]) -> list[Panel]:
         if several:
             places: list[Any] = [cell["tokens"] for cell in group]
         else:
-            places = ["\n".join(cell[key] for key in varying) for cell in group]
+            places = ["\n".join(_wrapped(cell[key]) for key in varying) for cell in group]
         kind, label = ("lines", "tokens of a member (T)") if several else ("bars", "")
         panels.append(Panel(title, kind, places, _series(of_rows, names), label, "step, ms"))
     return _on_one_scale(panels)
+
+
+def _wrapped(name: str) -> str:
+    """In lines as short as its parts allow, so that room is left for the bars beside it."""
+    lines = [""]
+    for part in re.split(r"(?<=[ :/])", name):
+        if lines[-1] and len((lines[-1] + part).rstrip()) > MOST_LETTERS:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _on_one_scale(panels: list[Panel]) -> list[Panel]:

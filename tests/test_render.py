@@ -221,6 +221,15 @@ def test_few_tokens_are_drawn_by_routing():
     assert ">hot_experts<" in figures.panel_svg(panel)
 
 
+def test_long_names_beside_bars_are_cut_where_they_can_be():
+    def of(network):
+        row = grid_row("pooled", 300.0)
+        return row | {"cell": row["cell"] | {"network": network}}
+
+    (panel,) = figures.of_grid([of("leaves=2"), of("leaves=2,oversub=4,order=alternating")])
+    assert panel.places == ["leaves=2", "leaves=2, oversub=4,\norder=alternating"]
+
+
 def test_without_matplotlib_the_remedy_is_named(results, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
