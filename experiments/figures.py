@@ -109,7 +109,7 @@ def of_grid(rows: list[dict[str, Any]]) -> list[Panel]:
 
 
 def _wrapped(name: str) -> str:
-    """In lines as short as its parts allow, so that room is left for the bars beside it."""
+    """In lines of MOST_LETTERS at most, where its parts allow, so that room is left for the bars beside it."""
     lines = [""]
     for part in re.split(r"(?<=[ :/])", name):
         if lines[-1] and len((lines[-1] + part).rstrip()) > MOST_LETTERS:

@@ -65,11 +65,11 @@ Status Domain::Open() {
   const std::string name = "fef-" + shape_.name + "-g" + std::to_string(neighbourhood_.group);
   for (int rank : local_ranks_) {
     segments_[rank] = std::make_unique<MemorySegment>();
-    Status status = segments_[rank]->Create(name + "-r" + std::to_string(rank), headers_bytes() + blocks,
-                                            neighbourhood_.folder);
+    const std::string of_rank = name + "-r" + std::to_string(rank);
+    Status status = segments_[rank]->Create(of_rank, headers_bytes() + blocks, neighbourhood_.folder);
     if (!status.ok()) return status;
     // A model that cannot fit is refused now.
-    status = shape_.is_resident ? OpenResident(rank, name + "-r" + std::to_string(rank)) : TakeSlots(rank, 1);
+    status = shape_.is_resident ? OpenResident(rank, of_rank) : TakeSlots(rank, 1);
     if (!status.ok()) return status;
     SendSegment(rank, *segments_[rank]);
   }
@@ -224,7 +224,16 @@ Status Domain::ChooseSlots(const Version& version, int rank, int64_t run, std::v
   return Status::Ok();
 }
 
-// Waits for readers that took their lease before the slot's version was taken away.
+// Takes the slots' versions away, to write there, and waits for readers that took their lease before. The loads of
+// leases keep all that is written to the slots behind this, for one-sided readers have no lease.
+Status Domain::EmptySlots(const Version& version, int rank, const std::vector<int>& slots,
+                          std::unique_lock<std::mutex>& lock) {
+  SetSlots(rank, slots, kBeingWritten);
+  Status status = AwaitReaders(version, rank, slots, lock);
+  if (!status.ok()) SetSlots(rank, slots, 0);
+  return status;
+}
+
 Status Domain::AwaitReaders(const Version& version, int rank, const std::vector<int>& slots,
                             std::unique_lock<std::mutex>& lock) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_s_);
@@ -260,12 +269,7 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
     if (Status status = ChooseSlots(version, rank, run, &slots); !status.ok()) return status;
     const int highest = *std::max_element(slots.begin(), slots.end());
     if (Status status = TakeSlots(rank, highest + 1); !status.ok()) return status;
-    // The loads of AwaitReaders keep all that is written to the slots behind this, for one-sided readers have no lease.
-    SetSlots(rank, slots, kBeingWritten);
-    if (Status status = AwaitReaders(version, rank, slots, lock); !status.ok()) {
-      SetSlots(rank, slots, 0);
-      return status;
-    }
+    if (Status status = EmptySlots(version, rank, slots, lock); !status.ok()) return status;
   }
   const int per_layer = shape_.blocks_per_member;
   ParallelFor(executor, int64_t(shape_.layers) * per_layer, [&](int64_t task) {
@@ -273,13 +277,18 @@ Status Domain::Publish(const Version& version, int rank, int64_t run,
     copy_block(layer, local, block(rank, slots[layer], layer, local));
   });
   std::lock_guard<std::mutex> lock(mutex_);
+  FillSlots(version, rank, slots);
+  return Status::Ok();
+}
+
+// What the slots hold is readable under the version.
+void Domain::FillSlots(const Version& version, int rank, const std::vector<int>& slots) {
   SetSlots(rank, slots, version.key());
   CreateVersion(version).published |= 1ull << rank;
   std::string payload;
   if (is_one_sided()) payload.assign(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(slots[0]));
   Announce(Kind::kPublished, version, rank, payload);
   changed_.notify_all();
-  return Status::Ok();
 }
 
 void Domain::Approach(const Version& version, int layer, bool is_backward) {

@@ -332,9 +332,12 @@ class Domain {
   size_t headers_bytes() const;
   Status TakeSlots(int rank, int num_slots);
   Status ChooseSlots(const Version& version, int rank, int64_t run, std::vector<int>* slots);
+  Status EmptySlots(const Version& version, int rank, const std::vector<int>& slots,
+                    std::unique_lock<std::mutex>& lock);
   Status AwaitReaders(const Version& version, int rank, const std::vector<int>& slots,
                       std::unique_lock<std::mutex>& lock);
   void SetSlots(int rank, const std::vector<int>& slots, uint64_t key);
+  void FillSlots(const Version& version, int rank, const std::vector<int>& slots);
   Status FindStage(const Version& version, int rank, int layer, int stage, Stage** found);
   void Tell(Stage& stage);
   void LetGo(Stage& stage, std::unique_lock<std::mutex>& lock, Executor& executor);

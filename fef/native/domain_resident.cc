@@ -68,8 +68,7 @@ Status Domain::BeginUpdate(const Version& next, int rank) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (Status status = CheckResident(next, rank, "update"); !status.ok()) return status;
   const std::vector<int> slots(shape_.layers, 1 - residences_[rank].slot);
-  SetSlots(rank, slots, kBeingWritten);
-  return AwaitReaders(next, rank, slots, lock);
+  return EmptySlots(next, rank, slots, lock);
 }
 
 Status Domain::FindResident(const Version& version, int rank, int layer, int local, bool is_next, ResidentBlock* found) {
@@ -121,13 +120,7 @@ Status Domain::Commit(const Version& next, int rank, bool is_kept, Executor& exe
 void Domain::Show(const Version& version, int rank) {
   Residence& residence = residences_[rank];
   residence.version = version.key();
-  const std::vector<int> slots(shape_.layers, residence.slot);
-  SetSlots(rank, slots, version.key());
-  CreateVersion(version).published |= 1ull << rank;
-  std::string payload;
-  if (is_one_sided()) payload.assign(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(slots[0]));
-  Announce(Kind::kPublished, version, rank, payload);
-  changed_.notify_all();
+  FillSlots(version, rank, std::vector<int>(shape_.layers, residence.slot));
 }
 
 Status Domain::CheckResident(const Version& version, int rank, const char* op) const {

@@ -135,6 +135,9 @@ ffi::Error CommitHandler(ffi::ThreadPool pool, Ints next, Ints member, Scalar is
   return ToError(place.domain->Commit(place.version, place.rank, *is_kept.typed_data() != 0, executor));
 }
 
+// version, member, layer, local, token
+auto BindBlock() { return ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Scalar>().Arg<Token>(); }
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_renewal, RenewalHandler, ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Ret<Scalar>());
@@ -153,28 +156,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_fill, FillHandler,
                                   .Attr<bool>("is_own"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_begin_update, BeginUpdateHandler,
                               ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Token>().Ret<Token>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    fef_gradient_of, GradientOfHandler,
-    ffi::Ffi::Bind().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Scalar>().Arg<Token>().Ret<Vector>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_contents_of, ContentsOfHandler,
-                              ffi::Ffi::Bind()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Scalar>()
-                                  .Arg<Scalar>()
-                                  .Arg<Token>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<Vector>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_gradient_of, GradientOfHandler, BindBlock().Ret<Vector>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_contents_of, ContentsOfHandler, BindBlock().Ret<ffi::AnyBuffer>().Ret<Vector>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fef_write_next, WriteNextHandler,
-                              ffi::Ffi::Bind()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Scalar>()
-                                  .Arg<Scalar>()
-                                  .Arg<Token>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Vector>()
-                                  .Ret<Token>());
+                              BindBlock().Arg<ffi::AnyBuffer>().Arg<Vector>().Ret<Token>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     fef_commit, CommitHandler,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Ints>().Arg<Ints>().Arg<Scalar>().Arg<Token>().Ret<Token>());
